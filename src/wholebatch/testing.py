@@ -103,7 +103,7 @@ def assert_split_invariant(
         ranks: Numbers of ranks, each of which is a job of so many processes on this machine. With
             (1,) the function runs in this process, without a process group.
         tolerance: The largest relative L2 distance of a tensor. Default: the root of the rounding
-            step, or 1e-10 in float64, in which doubtful cases are run again if `train` can be.
+            step, or 1e-10 in float64.
     """
     __tracebackhide__ = True
     report = split_invariance(train, micro_batches=micro_batches, ranks=ranks, tolerance=tolerance)

@@ -77,26 +77,6 @@ SILENT = {
             if self.is_update_step(i):
                 scheduler.step()
     """,
-    "clearing at the start of a window that ignite counts": """
-        def make(model, optimizer, steps):
-            def update(engine, batch):
-                if (engine.state.iteration - 1) % steps == 0:
-                    optimizer.zero_grad()
-                loss = F.cross_entropy(model(batch.x), batch.y) / steps
-                loss.backward()
-                if engine.state.iteration % steps == 0:
-                    optimizer.step()
-            return update
-    """,
-    "a mask with the same count in every sample": """
-        mask = random_masking(x, mask_ratio=0.75)
-        for i in range(total):
-            loss = (model(x) * mask).sum() / mask.sum()
-            (loss / accum).backward()
-            if (i + 1) % accum == 0:
-                optimizer.step()
-                optimizer.zero_grad()
-    """,
 }
 
 

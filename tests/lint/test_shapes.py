@@ -209,22 +209,6 @@ def test_what_is_not_understood_is_left_alone(source: str) -> None:
 
 # Spellings that were missed in public loops: each with the rules that it breaks.
 SPELLINGS = {
-    "mainloop": (
-        """
-from tqdm import tqdm
-def train(model, loader, optimizer, criterion, accum, main):
-    for e in range(3):
-        it = tqdm(range(len(loader))) if main else range(len(loader))
-        for i in it:
-            x, y = loader[i]
-            loss = criterion(model(x), y) / accum
-            loss.backward()
-            if i % accum == 0:
-                optimizer.step()
-                optimizer.zero_grad()
-""",
-        "WB109 WB110",
-    ),
     "a helper whose parameter has the name of what it is handed": (
         """
 import torch.nn.functional as F
@@ -266,38 +250,6 @@ def train(model, endless, optimizer, micro_batches, size):
         loss.mul_(len(micro_batch) / size)
         loss.backward()
     optimizer.step()
-""",
-        "",
-    ),
-    "means of per-sample means": (
-        """
-def train(model, endless, optimizer, accum):
-    for step, (x, mask) in enumerate(cycle(endless)):
-        match x is None:
-            case True:
-                continue
-        each = (model(x) * mask).sum(dim=1) / mask.sum(dim=1)
-        each.mean().backward()
-        if (step + 1) % accum == 0:
-            optimizer.step()
-            optimizer.zero_grad()
-""",
-        "WB101",
-    ),
-    "a schedule as long as the micro-batches": (
-        """
-import torch
-def train(model, optimizer, loader, args, accum):
-    warm_up = int(args.warm_up * args.iterations)
-    def rate(step):
-        return min(1.0, step / warm_up)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lr_lambda=rate)
-    for i in range(args.iterations):
-        (model(next(loader)).mean() / accum).backward()
-        scheduler.step()
-        if (i + 1) % accum == 0:
-            optimizer.step()
-            optimizer.zero_grad()
 """,
         "",
     ),

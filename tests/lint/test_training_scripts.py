@@ -31,50 +31,6 @@ def test_two_optimizers_in_turn_are_no_window() -> None:
     assert codes(source) == set()
 
 
-@pytest.mark.parametrize(
-    ("weight", "expected"),
-    [
-        ("mask.sum() / whole", set()),  # its share of the batch's tokens
-        ("0.5", {"WB101", "WB103"}),
-    ],
-)
-def test_a_mean_that_is_weighed_by_its_tokens(weight: str, expected: set[str]) -> None:
-    source = f"""
-        def masked(losses, mask):
-            return (losses * mask).sum() / mask.sum().clamp_min(1.0)
-        for batch in loader:
-            optimizer.zero_grad()
-            for lo in range(0, len(batch), micro_batch_size):
-                losses, mask = forward(model, batch[lo : lo + micro_batch_size])
-                share = {weight}
-                (masked(losses, mask) * share).backward()
-            optimizer.step()
-    """
-    assert codes(source) == expected
-
-
-def test_nothing_and_a_loss() -> None:
-    """A helper that returns None and 0.0 for an empty batch still returns the loss."""
-    source = """
-        def loss_of(model, x):
-            if x is None:
-                return None, 0.0
-            loss = model(x).mean()
-            return loss, loss.item()
-        def train(model, optimizer, batches, accum):
-            for i in range(total):
-                loss, shown = loss_of(model, next(batches))
-                if loss is not None:
-                    (loss / accum).backward()
-                    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-                if (i + 1) % accum == 0:
-                    optimizer.step()
-                    optimizer.zero_grad()
-                    print(shown)
-    """
-    assert codes(source) == {"WB105"}
-
-
 @pytest.mark.parametrize("labels", ["torch.arange(x.size(0))", "y"])
 def test_the_samples_of_a_batch_as_classes(labels: str) -> None:
     source = f"""
@@ -91,67 +47,6 @@ def test_the_samples_of_a_batch_as_classes(labels: str) -> None:
                     optimizer.zero_grad()
     """
     assert codes(source) == ({"WB114"} if "arange" in labels else set())
-
-
-def test_a_counter_starts_anew_although_a_run_can_be_resumed() -> None:
-    found = codes("""
-        class Workspace:
-            def __init__(self, model, optimizer):
-                self.model, self.optimizer = model, optimizer
-                self.global_step = 0
-
-            def load(self, state):
-                for key in state:
-                    self.__dict__[key] = state[key]
-
-            def run(self, loader, accum, epochs, state=None):
-                if state is not None:
-                    self.load(state)
-                for epoch in range(epochs):
-                    for batch in loader:
-                        (self.model(batch).mean() / accum).backward()
-                        if self.global_step % accum == 0:
-                            self.optimizer.step()
-                            self.optimizer.zero_grad()
-                        self.global_step += 1
-    """)
-    assert "WB110" in found
-
-
-@pytest.mark.parametrize("accum", ["gradient_accumulation_steps=k", ""])
-def test_one_of_two_accelerators_is_told_its_number(accum: str) -> None:
-    source = f"""
-        def train(loader, model, optimizer, k):
-            try:
-                accelerator = Accelerator(deepspeed_plugin=plugin)
-            except ImportError:
-                accelerator = Accelerator({accum})
-            for batch in loader:
-                optimizer.zero_grad()
-                accelerator.backward(model(batch).mean())
-                optimizer.step()
-    """
-    assert ("WB119" in codes(source)) is (accum != "")
-
-
-@pytest.mark.parametrize(("name", "found"), [("acc_steps", True), ("words", False)])
-def test_a_number_of_micro_batches_that_each_batch_decides(name: str, found: bool) -> None:
-    source = f"""
-        def train(model, optimizer, scaler, loader, epochs):
-            for epoch in range(epochs):
-                for i, (x, lengths) in enumerate(loader):
-                    {name} = max(1, int(lengths.float().mean().item() / 64))
-                    loss = model(x).mean() / {name}
-                    scaler.scale(loss).backward()
-                    if (i + 1) % {name} == 0:
-                        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-                        scaler.step(optimizer)
-                        scaler.update()
-                        optimizer.zero_grad()
-    """
-    reported = codes(source)
-    assert ("WB106" in reported) is found
-    assert ("WB109" in reported) is found
 
 
 def test_an_error_is_no_boundary() -> None:

@@ -19,7 +19,7 @@ class SharedJobs:
     ) -> None:
         self._trains, self._sizes, self._ranks = trains, tuple(sizes), tuple(ranks)
         runs = [Run(size) for size in sizes]
-        runs += [Run(size, records=True) for size in sizes if options.get("records")]
+        runs += [Run(size, watches=True) for size in sizes if options.get("watches")]
         self._shown: dict[Any, list[Observed]] = {}
         for number in ranks:
             jobs = [(name, run) for name in trains for run in runs]

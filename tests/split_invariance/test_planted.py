@@ -11,28 +11,28 @@ from tests.split_invariance.shared_jobs import SharedJobs
 from wholebatch.testing import assert_split_invariant
 
 CAUSES = {
-    "mean of means": "every micro-batch counts the same, whatever it holds: a mean of means",
-    "not divided": "a mean of means. Divide by the units .* count 8 times",
+    "mean of means": "by wb.watch, Wrong: mean of means",
+    "not divided": "by wb.watch, Wrong: not divided",
     "K": "multiplied by K, the number of micro-batches of a rank",
     "1/K": "multiplied by 1/K, as if divided by the number of micro-batches twice",
     "2^N all": r"multiplied by 2\^\(K-1\), as if doubled between micro-batches",
-    "2^N": r"each micro-batch doubles what was there before: 2\^N",
-    "2^N clipped": r"each micro-batch doubles what was there before: 2\^N",
+    "2^N": r"by wb.watch, .* the micro-batches count .* times as much as they must",
+    "2^N clipped": r"by wb.watch, .* the micro-batches count .* times as much as they must",
     "K clipped": "multiplied by K, the number of micro-batches",
     "adam": "multiplied by K, the number of micro-batches",
     "clipped each": r"gradients are clipped 8 times for 1 update\(s\)",
-    "only the last": "only the last micro-batch is kept",
-    "kept cast": "hidden.weight gets a gradient from 1 of 8 backwards",
+    "only the last": "by wb.watch, Wrong: only the last micro-batch",
+    "kept cast": "off in hidden.weight",
     "rate": "the gradients agree and the movements do not: the learning rate",
     "steps each": "the optimizer steps 9 times, and 2 times with the first split",
-    "moves weights": "the right gradient is no sum of those of the micro-batches",
+    "moves weights": "by wb.watch, Wrong: weights changed in the window",
 }
 RANKS = {
-    "not reduced": "the gradient of rank 1 is missing",
-    "last not reduced": "the last micro-batch is missing on some ranks: it is not reduced",
+    "not reduced": "by wb.watch, Wrong: unsynchronised ranks",
+    "last not reduced": "by wb.watch, Wrong: unsynchronised ranks",
     "summed": "multiplied by the number of ranks, as if summed and not averaged",
-    "ranks' means": "every rank counts the same, whatever it holds: a mean of the ranks' means",
-    "only the last": "only the last micro-batch is kept",
+    "ranks' means": "by wb.watch, Wrong: mean of means",
+    "only the last": "by wb.watch, Wrong: only the last micro-batch",
 }
 RIGHT = ("", "right adam", "clipped")
 
@@ -53,7 +53,7 @@ def test_a_right_trainer(bug: str) -> None:
 @pytest.fixture(scope="module")
 def on_ranks() -> SharedJobs:
     trains = {bug: partial(train, bug=bug) for bug in ("", *RANKS)}
-    return SharedJobs(trains, (8, 2), (1, 2, 3), records=True)
+    return SharedJobs(trains, (8, 2), (1, 2, 3), watches=True)
 
 
 @pytest.mark.slow

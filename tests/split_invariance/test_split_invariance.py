@@ -48,33 +48,20 @@ def test_the_fixture(split_invariant: Any) -> None:
     assert report.compared == "compared: gradients before clipping, and the parameters' movement"
 
 
-def test_rounding_is_told_from_a_mistake_in_float64() -> None:
-    """Under autocast to bf16 splits differ by more than float32 rounds; in float64 they do not."""
-    report = assert_split_invariant(lambda size: trained(layers(), size, autocast=True))
-    [least, *_] = report.splits
-    assert least.error > 1e-4
-    assert least.float64 is not None
-    assert least.float64 < 1e-12
-
-
-def test_where_float64_cannot_tell_it_is_said() -> None:
+def test_rounding_that_is_more_than_that_of_the_parameters_needs_a_tolerance() -> None:
     def train(micro_batch: int) -> nn.Module:
-        model = layers()
-        with torch.autocast("cpu", torch.bfloat16):
-            for inputs in data()[0].split(micro_batch):
-                (model.float()(inputs.float()).sum() / 8).backward()
-        torch.optim.SGD(model.parameters(), lr=0.1).step()
-        return model
+        return trained(layers(), micro_batch, autocast=True)
 
     with pytest.raises(AssertionError, match="or rounding, of autocast for example"):
         assert_split_invariant(train)
+    assert_split_invariant(train, tolerance=0.02)
 
 
 def test_dropout_and_batch_statistics() -> None:
     twice = (nn.Dropout(0.5), nn.Tanh(), nn.Dropout(0.5))  # one alone draws row by row
-    with pytest.raises(AssertionError, match="random numbers are drawn in the forwards"):
+    with pytest.raises(AssertionError, match="not known; most is off in"):
         assert_split_invariant(lambda size: trained(layers(*twice), size))
-    with pytest.raises(AssertionError, match="depends on its micro-batch or on those before"):
+    with pytest.raises(AssertionError, match=r"by wb\.watch, Wrong: coupled samples"):
         assert_split_invariant(lambda size: trained(layers(nn.BatchNorm1d(16)), size), (8, 4))
 
 

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-import wholebatch as wb
 from wholebatch.audit.finding import AuditFinding
 from wholebatch.audit.layers import layers_by_type
 from wholebatch.batch.samples import readable_layout
@@ -75,12 +74,6 @@ def test_by_type() -> None:
     ]
 
 
-def test_a_finding_says_what_to_do() -> None:
-    (finding,) = layers_by_type(nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)))
-    assert str(finding).startswith("1 (BatchNorm1d): normalises with the statistics of the batch")
-    assert 'WholeBatch(batchnorm="exact")' in str(finding)
-
-
 def test_probe_names_the_origin_only() -> None:
     model = nn.Sequential(
         nn.Linear(4, 4), nn.Sequential(nn.ReLU(), Centred()), nn.Linear(4, 4), nn.Dropout(0.5)
@@ -122,34 +115,6 @@ def test_probe_sees_behind_batchnorms() -> None:
     }
     model.centre.eval()
     assert found(model, torch.randn(6, 4))[""] == "probe"
-
-
-def test_a_layer_that_splits_its_batch_runs_undivided() -> None:
-    """A ghost BatchNorm gets the whole batch, so that its parts are those of plain torch."""
-
-    class GBN(nn.Module):
-        """As TabNet's."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.bn, self.virtual_batch_size = nn.BatchNorm1d(4, dtype=torch.float64), 4
-
-        def forward(self, x: Tensor) -> Tensor:
-            return torch.cat([self.bn(part) for part in x.split(self.virtual_batch_size)])
-
-    torch.manual_seed(0)
-    model, x = nn.Sequential(GBN(), nn.Linear(4, 2, dtype=torch.float64)), torch.randn(11, 4)
-    x = x.double()
-    right = torch.autograd.grad(model(x).square().mean(), list(model.parameters()))
-
-    def loss(model: nn.Module, x: Tensor) -> wb.Loss:
-        return wb.Loss(model(x).square().sum(), 2 * len(x))
-
-    train = wb.WholeBatch(model, None, loss=loss, micro_batch="auto", batchnorm="exact")
-    train.gradient(x)
-    for parameter, gradient in zip(model.parameters(), right, strict=True):
-        assert parameter.grad is not None
-        assert (parameter.grad - gradient).norm() <= 1e-14 * gradient.norm()
 
 
 def test_probe_of_the_whole_model() -> None:

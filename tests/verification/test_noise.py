@@ -38,12 +38,6 @@ def mixup(model: nn.Module, micro: Any) -> wb.Loss:
     return wb.Loss(0.7 * mixed[0] + 0.3 * mixed[1], len(x))
 
 
-def one_by_one(model: nn.Module, micro: Any) -> wb.Loss:
-    """As many draws as samples, of other shapes each."""
-    rows = [row + torch.rand(1 + i % 3).mean() for i, row in enumerate(micro["x"])]
-    return wb.cross_entropy(model(torch.stack(rows)), micro["y"])
-
-
 class Recomputed(nn.Module):
     """Noise inside a checkpointed block is drawn again in the backward."""
 
@@ -98,7 +92,6 @@ def test_noise_that_comes_with_the_batch_is_the_same_update() -> None:
     [
         (denoising_mean, lambda: network(5)),
         (mixup, lambda: network(3)),
-        (one_by_one, lambda: network(3)),
         (classified, Recomputed),
     ],
 )
@@ -107,18 +100,6 @@ def test_noise_is_named_first(loss: Any, make: Any) -> None:
     verdict = wb.verify(make(), loss, BATCH, micro_batch=4)
     assert [cause.name for cause in verdict.causes] == ["randomness"], verdict
     assert "another cause may be hidden behind this one" in verdict.causes[0].instead
-
-
-def test_noise_in_a_coupled_loss() -> None:
-    def encode(model: nn.Module, micro: Any) -> tuple[Tensor, Tensor]:
-        x = micro["x"]
-        return model(x + torch.randn_like(x)), model(x + torch.randn_like(x))
-
-    def loss(views: tuple[Tensor, Tensor]) -> wb.Loss:
-        return wb.losses.info_nce(*views)
-
-    verdict = wb.verify(network(4), wb.Coupled(encode, loss), BATCH, micro_batch=4)
-    assert [cause.name for cause in verdict.causes] == ["randomness"], verdict
 
 
 def test_numbers_drawn_in_the_order_of_the_batch_are_the_same() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -202,22 +201,6 @@ def test_the_parts_of_a_gan_are_windows_of_their_own(divisor: int, found: str) -
     verdict = watched(loop)
     assert found_in(verdict) == found, str(verdict)
     assert (found == "right") == ("targets 0" not in verdict.line)
-
-
-def test_a_rate_that_ends_at_0_is_judged_and_noted() -> None:
-    def loop() -> None:
-        model = nn.Linear(6, 3)
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        for window in range(4):
-            optimizer.param_groups[0]["lr"] = 0.05 * (1 + math.cos(math.pi * window / 3))
-            for x, y in samples(16):
-                (F.cross_entropy(model(x), y) / 4).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-    verdict = watched(loop)
-    assert verdict.same
-    assert any("the learning rate is 0 in window 4" in note for note in verdict.notes)
 
 
 @pytest.mark.parametrize(

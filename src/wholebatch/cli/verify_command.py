@@ -289,7 +289,7 @@ def _parsed(loop: str) -> tuple[Path, str]:
     return path.resolve(), name
 
 
-def _case_of(module: ModuleType, path: Path, seed: int) -> list[Case] | None:
+def _case_of(module: ModuleType, path: Path, seed: int) -> Case | None:
     """Return the model and data of a file that is a recipe too; None for all built-in ones."""
     import torch
 
@@ -311,7 +311,7 @@ def _case_of(module: ModuleType, path: Path, seed: int) -> list[Case] | None:
         batch = recipe.build_batches(size * steps, seed=seed + rank).peek()
         return split(batch, size) if even else thinned(split(batch, size))
 
-    return [Case(path.stem, build, recipe.loss, window)]
+    return Case(path.stem, build, recipe.loss, window)
 
 
 # ------------------------------------------------------------------------------- on the screen

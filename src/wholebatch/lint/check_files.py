@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import gc
 import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -61,11 +62,14 @@ def lint_files(
     """
     findings: list[Finding] = []
     for path in files:
+        gc.disable()  # A syntax tree is needed to the end of its file: there is nothing to collect.
         try:
             findings += check_source(read_source(path), settings, is_named=path in named)
         except Exception as error:
             why = f"could not be checked ({type(error).__name__}: {error}); please report this file"
             findings.append(Finding(path, 1, 1, _UNREAD, why, UNREAD))
+        finally:
+            gc.enable()
     return findings
 
 

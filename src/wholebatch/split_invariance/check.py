@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
-from functools import cache, partial
 
 import torch
 
 from wholebatch.errors import OptionError
-from wholebatch.split_invariance.causes import Layout, constant_factor, name_factors, name_shares
+from wholebatch.split_invariance.causes import Layout, constant_factor, name_factors
 from wholebatch.split_invariance.observed_run import Observed, Run, Tensors, Train, observe
 from wholebatch.split_invariance.rank_jobs import observe_on
 
@@ -34,8 +32,6 @@ class Split:
     update: float
     """The relative L2 distance of the parameters' whole movement."""
     same: bool
-    float64: float | None = None
-    """The error in float64, where rounding was in doubt."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +50,6 @@ class SplitReport:
         lines = [f"{'Same update' if self.same else 'Another update'} ({self.compared})"]
         for split in self.splits:
             off = f"{split.error:.1e} in {split.tensor}, whole update {split.update:.1e}"
-            off += "" if split.float64 is None else f", {split.float64:.1e} in float64"
             mark = "same " if split.same else "OTHER"
             lines.append(f"  {mark} {Layout(split.micro_batch, split.ranks)}: {off}")
         return "\n".join([*lines, *(f"cause: {cause}" for cause in self.causes)])
@@ -98,37 +93,28 @@ def split_invariance(
     }
     right, again = merged(runs[first]), merged(every[ranks[0]][-1])
     noise, tensor = distance(again.judged, right.judged)
-    rounding = float(torch.finfo(right.dtype).eps)
-    allowed = tolerance or (_FLOAT64 if right.dtype is torch.float64 else rounding**0.5)
+    allowed = tolerance or (
+        _FLOAT64 if right.dtype is torch.float64 else float(torch.finfo(right.dtype).eps) ** 0.5
+    )
     if noise > allowed:
         cause = (
             f"{first} run twice differs by {noise:.1e} in {tensor}: each run draws other numbers "
             "or data. Build everything in train(), from fixed seeds"
         )
         return SplitReport(False, _compared(right), causes=[cause])
-    doubtful = max(min(100 * rounding, 0.01), noise) if tolerance is None else math.inf
-    in_float64 = cache(partial(_float64, observe_runs))
     splits = []
     for layout in [*runs][1:]:
-        found, sure = merged(runs[layout]), None
+        found = merged(runs[layout])
         error, tensor = distance(found.judged, right.judged)
-        if doubtful < error < _DOUBTFUL:
-            exact, exact_right = in_float64(layout), in_float64(first)
-            if exact is not None and exact_right is not None:
-                sure = distance(exact.judged, exact_right.judged)[0]
         moved = distance(*({"": _flat(each.updates.values())} for each in (found, right)))[0]
-        same = error <= max(allowed, 10 * noise) if sure is None else sure <= _FLOAT64
-        same = same and moved <= max(allowed, rounding) ** 0.5
-        splits.append(Split(*layout, error, tensor, moved, same, sure))
+        same = error <= max(allowed, 10 * noise) and moved <= allowed**0.5
+        splits.append(Split(*layout, error, tensor, moved, same))
     other = [split for split in splits if not split.same]
     causes = _causes(other, runs, right, observe_runs, samples, allowed) if other else []
-    if tolerance is None and right.dtype is not torch.float64 and any(map(_is_unsure, other)):
-        causes.append(
-            "or rounding, of autocast for example: train() cannot be run in float64, which would "
-            "tell. If it is, pass tolerance="
-        )
+    if tolerance is None and any(split.error < _DOUBTFUL for split in other):
+        causes.append("or rounding, of autocast for example: then pass tolerance=")
     gaps = {layout: _between_ranks(shown) for layout, shown in runs.items()}
-    drift = [layout for layout, (gap, _) in gaps.items() if gap > max(allowed, rounding**0.5)]
+    drift = [layout for layout, (gap, _) in gaps.items() if gap > allowed]
     if drift:
         gap, tensor = gaps[drift[0]]
         causes.append(
@@ -136,10 +122,6 @@ def split_invariance(
             "one of them has added is not reduced"
         )
     return SplitReport(not causes, _compared(right), splits, causes)
-
-
-def _is_unsure(split: Split) -> bool:
-    return split.error < _DOUBTFUL and split.float64 is None
 
 
 def merged(ranks: Sequence[Observed]) -> Observed:
@@ -198,15 +180,6 @@ def _between_ranks(ranks: Sequence[Observed]) -> tuple[float, str]:
     return max(gaps)
 
 
-def _float64(observe_runs: Observe, layout: Layout) -> Observed | None:
-    """Return what a split shows in float64; None if `train` cannot be run in it."""
-    try:
-        [ranks] = observe_runs(layout.ranks, [Run(layout.micro_batch, float64=True)])
-    except Exception:  # whatever a trainer raises where something of it stays in float32
-        return None
-    return merged(ranks) if ranks[0].dtype is torch.float64 else None
-
-
 def _causes(
     other: Sequence[Split],
     runs: Mapping[Layout, Sequence[Observed]],
@@ -230,17 +203,15 @@ def _causes(
     factors = {each: constant_factor(found[each].judged, right.judged) for each in wrong}
     known = {layout: factor for layout, factor in factors.items() if factor is not None}
     causes = [name_factors(known, samples)] if known else []
-    rest = sorted(
-        (each for each in wrong if each not in known),
-        key=lambda each: (each.parts(samples) < 3, each.parts(samples) < 2, each.ranks),
-    )
+    rest = [layout for layout in wrong if layout not in known]
     if rest and not causes:
-        with suppress(Exception):  # hooks on its parameters may disturb a trainer
-            [recorded] = observe_runs(rest[0].ranks, [Run(rest[0].micro_batch, records=True)])
-            causes = name_shares(recorded, right)
+        with suppress(Exception):  # a watch may disturb a trainer
+            [watched] = observe_runs(rest[-1].ranks, [Run(rest[-1].micro_batch, watches=True)])
+            causes = [f"by wb.watch, {line}" for line in {w.verdict for w in watched} if line][:1]
     if most.clips > max(right.clips, right.steps):
         causes.append(
             f"gradients are clipped {most.clips} times for {right.steps} update(s): clip once, "
             "when all micro-batches are added"
         )
-    return causes or ["not known: the gradients of single backwards could not be seen"]
+    worst = max(other, key=lambda split: split.error)
+    return causes or [f"not known; most is off in {worst.tensor}, by {worst.error:.1e}"]

@@ -9,9 +9,8 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
-from functools import partial
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 from unittest import mock
 
@@ -24,6 +23,7 @@ from torch.optim.optimizer import (
 )
 
 from wholebatch.errors import OptionError
+from wholebatch.verification.watch_loop import Watch
 
 Train: TypeAlias = Callable[[int], Any]
 Tensors: TypeAlias = dict[str, Tensor]
@@ -33,10 +33,8 @@ class Run(NamedTuple):
     """One call of `train`."""
 
     micro_batch: int
-    float64: bool = False
-    """True to run under `torch.set_default_dtype(torch.float64)`."""
-    records: bool = False
-    """True to record the gradient of each backward too, by hooks on the parameters."""
+    watches: bool = False
+    """True to run it under `wb.watch`, which names mistakes."""
 
 
 @dataclass
@@ -51,9 +49,8 @@ class Observed:
     """The least exact one of the values."""
     steps: int = 0
     clips: int = 0
-    draws: bool = False
-    """True if random numbers were drawn after the first forward had begun."""
-    backwards: list[Tensors] = field(default_factory=list)
+    verdict: str = ""
+    """What a watch has found wrong."""
 
     @property
     def judged(self) -> Tensors:
@@ -64,13 +61,10 @@ class Observed:
 class _Observer:
     def __init__(self) -> None:
         self.kept: dict[int, Tensor] = {}  # parameters by id, so that no id is used again
-        self.names: dict[int, str] = {}  # of the first model that is called
         self.start: dict[int, Tensor] = {}
         self.gradients: dict[int, list[Tensor]] = {}
         self.before_clipping: dict[int, Tensor] = {}
         self.steps = self.clips = self.stepping = 0
-        self.random: Tensor | None = None
-        self.backwards: list[dict[int, Tensor]] = []
 
     def keep(self, parameters: Sequence[Tensor]) -> None:
         for parameter in parameters:
@@ -97,17 +91,12 @@ class _Observer:
                 self.gradients.setdefault(id(p), []).append(gradient)
 
     @contextmanager
-    def watching(self, *, records: bool) -> Iterator[None]:
+    def watching(self) -> Iterator[None]:
         """Install the hooks, and remove them."""
 
         def first_forward(module: nn.Module, inputs: Any) -> None:
             handle.remove()  # later forwards, and graphs of them, are not disturbed
             self.keep(list(module.parameters()))
-            self.names = {id(p): _plain(name) for name, p in module.named_parameters()}
-            self.random = torch.get_rng_state()
-            for p in module.parameters() if records else ():
-                if p.requires_grad:
-                    p.register_hook(partial(self._record, id(p)))
 
         handle = register_module_forward_pre_hook(first_forward)
         with ExitStack() as stack:
@@ -117,9 +106,6 @@ class _Observer:
             clip = self._observed_clip(torch.nn.utils.clip_grad_norm_)
             for home in (torch.nn.utils, torch.nn.utils.clip_grad):
                 stack.enter_context(mock.patch.object(home, "clip_grad_norm_", clip))
-            if records:
-                counted = self._counted(torch.autograd.backward)
-                stack.enter_context(mock.patch.object(torch.autograd, "backward", counted))
             yield
 
     def _observed_clip(self, clip: Callable[..., Any]) -> Callable[..., Any]:
@@ -133,27 +119,6 @@ class _Observer:
 
         return observed
 
-    def _counted(self, backward: Callable[..., Any]) -> Callable[..., Any]:
-        depth = 0  # checkpointing runs backwards inside of a backward
-
-        def counted(*args: Any, **options: Any) -> Any:
-            nonlocal depth
-            if depth == 0:
-                self.backwards.append({})
-            depth += 1
-            try:
-                return backward(*args, **options)
-            finally:
-                depth -= 1
-
-        return counted
-
-    def _record(self, key: int, gradient: Tensor) -> None:
-        if self.backwards:
-            before = self.backwards[-1].get(key)
-            own = gradient.detach().clone()
-            self.backwards[-1][key] = own if before is None else before + own
-
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
@@ -165,18 +130,15 @@ def _has_closure(args: Any, options: Any) -> bool:
 
 def observe(train: Train, run: Run) -> Observed:
     """Return what `train(run.micro_batch)` shows; random generators start from the same seed."""
-    observer, default = _Observer(), torch.get_default_dtype()
-    with torch.random.fork_rng(devices=[]), observer.watching(records=run.records):
+    observer = _Observer()
+    with torch.random.fork_rng(devices=[]), observer.watching():
         torch.manual_seed(0)
         random.seed(0)
         if "numpy" in sys.modules:
             sys.modules["numpy"].random.seed(0)
-        torch.set_default_dtype(torch.float64 if run.float64 else default)
-        try:
+        watch = Watch(name="train()", logs=False) if run.watches else None
+        with watch or nullcontext():
             result = train(run.micro_batch)
-        finally:
-            torch.set_default_dtype(default)
-        draws = observer.random is not None and not observer.random.equal(torch.get_rng_state())
     named = _named(result)
     dtypes = [t.dtype for t in named.values() if t.is_floating_point()] or [torch.float64]
     found = Observed(
@@ -186,7 +148,7 @@ def observe(train: Train, run: Run) -> Observed:
         dtype=max(dtypes, key=lambda dtype: torch.finfo(dtype).eps),
         steps=observer.steps,
         clips=observer.clips,
-        draws=draws,
+        verdict=watch.verdict.line if watch and not watch.verdict.same else "",
     )
     if isinstance(result, nn.Module):
         for name, p in named.items():
@@ -195,11 +157,6 @@ def observe(train: Train, run: Run) -> Observed:
                 found.gradients[name] = torch.cat([_full(gradient).flatten() for gradient in seen])
             if start is not None and start.shape == p.shape:
                 found.updates[name] = found.values[name] - _full(start)
-    names = observer.names | {id(p): name for name, p in named.items()}
-    found.backwards = [
-        {names[key]: _full(each) for key, each in backward.items() if key in names}
-        for backward in observer.backwards
-    ]
     return found
 
 

@@ -51,18 +51,18 @@ class CalledModules:
         named = [pair for module in called for pair in batchnorms(module)]
         return tuple(n for n, m in named if m.training and uses_batch_statistics(m))
 
-    def changed(self, *, is_first: bool, trained: Collection[int], written: Written) -> str:
-        """Return what has changed since the last backward; `trained` are ids of weights.
+    def changed(self, *, is_first: bool, trained: Collection[int], written: Written) -> bool:
+        """True if what they hold has changed since the last backward, but for weights.
 
         A micro-batch that `is_first` in its window depends on none before it.
         """
         moves = list(self._moves(written))
         self.is_averaged = any(_approaches(was, now, _few(weight)) for _, weight, was, now in moves)
         held = dict(self._numbers(trained))
-        changes = [k[1] for k, was in self._held.items() if k in held and not held[k].equal(was)]
-        changes += ["a copy of a weight" for copy, *_ in moves if isinstance(copy, nn.Parameter)]
+        changes = any(k in held and not held[k].equal(was) for k, was in self._held.items())
+        changes |= any(isinstance(copy, nn.Parameter) for copy, *_ in moves)
         self._held = held
-        return "" if is_first or not changes else changes[0]
+        return changes and not is_first
 
     def _moves(self, written: Written) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
         """Yield what was written and has moved, the weight, and the numbers before and after."""
@@ -89,14 +89,13 @@ class CalledModules:
     @torch.no_grad()
     def _numbers(self, trained: Collection[int]) -> Iterator[tuple[tuple[int, str], Tensor]]:
         """Yield a few numbers of what the called modules hold, but for trained weights."""
-        for number, module in self.modules.items():
-            for name, part in module.named_modules():
-                held: list[tuple[str, Tensor]] = [*part.named_parameters(recurse=False)]
-                if not hasattr(part, "running_mean"):
-                    held += part.named_buffers(recurse=False)
-                for own, tensor in held:
-                    if tensor.is_floating_point() and id(tensor) not in trained:
-                        yield (number, f"{name}.{own}".lstrip(".")), _few(tensor)
+        for part in {part for module in self.modules.values() for part in module.modules()}:
+            held: list[tuple[str, Tensor]] = [*part.named_parameters(recurse=False)]
+            if not hasattr(part, "running_mean"):
+                held += part.named_buffers(recurse=False)
+            for name, tensor in held:
+                if tensor.is_floating_point() and id(tensor) not in trained:
+                    yield (id(part), name), _few(tensor)
 
 
 def _few(tensor: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ large model every n-th number is kept.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -50,19 +50,8 @@ class Backward:
     """What a loop may count in its batch: samples, tokens, labels."""
     carried: tuple[int, ...] = ()
     """Numbers of earlier backwards, whose outputs are inputs of this one."""
-    changed: str = ""
-    """What the called modules hold, and has changed since the backward before."""
-    coupling: str = ""
-    """How its loss may couple samples (`loss_terms.coupling_of`)."""
-    compares_others: bool = False
-    shares_graph: bool = False
-    """True if a part of its graph is that of an earlier backward of the window."""
-    has_hooks: bool = False
-    """True if the loop has hooks on parameters."""
-    is_evaluated: bool = False
-    """True if the model was called without gradients since the backward before."""
-    is_changed_beside: bool = False
-    """True if the weights have changed since the step before, and not by it."""
+    doubts: tuple[str, ...] = ()
+    """What may make another update than the weights tell, by the names in `judge._DOUBTS`."""
     lines: Mapping[str, str] = field(default_factory=dict)
     """The lines of the loss and of the backward, as file:line."""
 
@@ -103,14 +92,10 @@ class Ledger:
     units: tuple[float, ...]
     are_units_given: bool
     """True if the loop gave these units, and no test of the loss function has seen them."""
-    has_means: bool = False
-    """True if every total is a mean: it is divided by its units twice."""
-    schedule_moved: bool = False
-    """True if the learning rate changed within the window."""
     carries: bool = False
     """True if the output of a micro-batch is an input of a later one."""
-    changed: str = ""
-    """What the models hold, and has changed between its micro-batches."""
+    is_changed: bool = False
+    """True if what the models hold has changed between its micro-batches."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,7 +115,6 @@ class WindowEvidence:
     """The parameters that the optimizer steps on."""
     line: str = ""
     """The line of the step, as file:line."""
-    rate_is_zero: bool = False
     is_brief: bool = False
     """True if no gradients were recorded: windows like it are known."""
     ledger: Ledger | None = None
@@ -165,8 +149,6 @@ class Counts:
     """The number of this window; the first is 1."""
     divisor: int = 0
     """A whole number that the loss is divided by, which none of the others is."""
-    others: Mapping[str, Sequence[Sequence[float]]] = field(default_factory=dict)
-    """What else a loop may count, by rank: samples, or tokens with their padding."""
 
     @property
     def nominals(self) -> list[int]:

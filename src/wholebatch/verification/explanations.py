@@ -192,8 +192,6 @@ def _scheduled(ranks: Ranks) -> Findings:
             changed = next(column for column in zip(*rates, strict=True) if len(set(column)) > 1)
             variant = f"from {changed[0]:.3g} to {changed[-1]:.3g}"
             yield Finding("scheduled-per-micro-batch", variant)
-        elif window.ledger is not None and window.ledger.schedule_moved:
-            yield Finding("scheduled-per-micro-batch", "the rate changed within the window")
 
 
 def _averaged(ranks: Ranks) -> Findings:
@@ -213,10 +211,5 @@ def _coupled(ranks: Ranks) -> Findings:
             yield Finding("coupled", variant)
 
 
-def _mean_as_sum(ranks: Ranks) -> Findings:
-    if any(window.ledger is not None and window.ledger.has_means for window in ranks):
-        yield Finding("mean-as-sum", "every total of the window")
-
-
-BESIDE = (_moved, _scheduled, _averaged, _coupled, _clipped_early, _mean_as_sum)
+BESIDE = (_moved, _scheduled, _averaged, _coupled, _clipped_early)
 """Mistakes beside the weights, which are reported together with them."""

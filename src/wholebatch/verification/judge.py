@@ -7,7 +7,7 @@ wrong beside them, and last the reasons to doubt that right weights make the rig
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterator, MutableMapping, Sequence
+from collections.abc import Hashable, MutableMapping, Sequence
 from dataclasses import replace
 
 from wholebatch.verification.divided_batch import NOT_SHIFTED, other_counts
@@ -22,48 +22,39 @@ from wholebatch.verification.explanations import (
     same_twice,
 )
 from wholebatch.verification.findings import Finding
+from wholebatch.verification.loss_terms import COMPARES
 from wholebatch.verification.verdicts import DIFFERENT, NOT_JUDGED, RIGHT, LoopTrial
 from wholebatch.verification.weights import SAME_WEIGHT, Part, Unknown, Weights, weights_of
 from wholebatch.verification.wrong_weights import explain
 
-_TWO_LOSSES = (
-    "the backwards of the window are of different losses, and not equally many of each: add the "
-    "losses and call backward once, or use wb.verify"
-)
-_REACHES_OTHERS = (
-    "a loss reaches the parameters of several optimizers, and its gradient is added to that of "
-    "another loss (a generator's, to its discriminator): freeze the others for it, or use wb.verify"
-)
-_TWO_PASSES = (
-    "gradients are cleared and weights are moved in the middle of the window (SAM, or another "
-    "optimizer of two passes): use wb.verify"
-)
-_NOTHING_ADDED = (
-    "every update is made of one micro-batch, so nothing is accumulated; a loop that means to "
-    "accumulate steps at every micro-batch"
-)
-_A_SUM = (
-    "the loss is a sum over its samples that nothing divides, which is right only if the loss of "
-    "the undivided batch is a sum, too: use wb.verify"
-)
-_PENALTY = "a penalty on the weights comes with the losses, and is not divided by their number"
-_ONLY_COUNTED = (
-    "a window of {} micro-batches came after those that were recorded, and was only counted: watch "
-    "it alone, or use wb.verify"
-)
-_CARRIED = (
-    "an output of one micro-batch is an input of a later one in the same window, so the undivided "
-    "batch would compute something else"
-)
-_COUPLINGS = {
-    "compares samples": "the loss may compare samples with each other",
+_NO_ANSWER = {
+    "two losses": "the backwards of the window are of different losses, and not equally many of "
+    "each: add the losses and call backward once",
+    "reaches others": "a loss reaches the parameters of several optimizers, and its gradient is "
+    "added to that of another loss: freeze the others for it",
+    "two passes": "gradients are cleared and weights are moved in the middle of the window (SAM)",
+    "a sum": "the loss is a sum over its samples that nothing divides, which is right only if the "
+    "loss of the undivided batch is a sum, too",
+    "counted": "a window of another size came after those that were recorded, and was only counted",
+}
+"""Reasons why a window is not judged."""
+_DOUBTS = {
+    "alone": "every update is made of one micro-batch, so nothing is accumulated",
+    "carried": "an output of one micro-batch is an input of a later one in the same window",
+    "changed": "a number that the called modules hold changes between two backwards of the window",
+    "shares graph": "two backwards of the window have a part of their graph in common",
+    "hooks": "the loop has hooks on parameters, which may change gradients",
+    "evaluated": "the model is also called without gradients before every backward, so the loss "
+    "may use a statistic of one micro-batch",
+    "changed beside": "the loop changes the weights beside the step",
+    COMPARES: "the loss may compare samples with each other",
     "sorts samples": "the loss sorts its samples, or picks the largest of them",
-    "normalised weights": "the weights of the samples have mean 0 and deviation 1, or mean 1, or "
-    "maximum 1 in a micro-batch, so they may be normalised in it",
+    "normalised weights": "the weights of the samples may be normalised in a micro-batch",
     "statistic": "the loss has a statistic of the micro-batch",
     "statistic in every sample": "the loss has a statistic of the micro-batch in every sample",
+    "penalty": "a penalty on the weights comes with the losses: it must be divided with them",
 }
-_COMPARES_OTHERS = "the loss may compare the samples of several micro-batches, kept without a graph"
+"""Reasons why weights that are right may not make the right update."""
 Ranks = Sequence[WindowEvidence]
 """The evidence of one window on every rank."""
 Own = MutableMapping[Hashable, tuple[float, ...]]
@@ -74,30 +65,25 @@ def judge(
     ranks: Ranks,
     counts: Counts,
     name: str,
-    *,
-    own: Own | None = None,
-    case: str = "live",
-    notes: Sequence[str] = (),
+    own: Own,
 ) -> LoopTrial:
     """Return the verdict on one window; `ranks` has its evidence on every rank.
 
     `own` has what other windows have told of the losses, and a right window adds to it.
     """
-    own = {} if own is None else own
     every = [micro for window in ranks for micro in window.backwards]
     lines = {**(every[0].lines if every else {}), "step": ranks[0].line}
     lines = {what: line for what, line in lines.items() if line}
-    trial = LoopTrial(name, case=case, micro_batches=len(every), notes=tuple(notes), lines=lines)
+    trial = LoopTrial(name, micro_batches=len(every), lines=lines)
     if ranks[0].ledger is not None:
         return _judged(trial, ranks, counts, own, None, None)
-    if any(micro.compares_others for micro in every):
-        return trial.with_answer(NOT_JUDGED, f"{_COMPARES_OTHERS}: use wb.verify")
     if any(window.backwards[i].moved for window in ranks for i in window.cleared):
-        return trial.with_answer(NOT_JUDGED, _TWO_PASSES)
+        return _not_judged(trial, "two passes")
     if ranks[0].is_brief:
-        findings = findings_of(BESIDE, ranks)
-        reason = "" if findings else _ONLY_COUNTED.format(len(every))
-        return trial.with_answer(DIFFERENT if findings else NOT_JUDGED, reason, findings)
+        beside = findings_of(BESIDE, ranks)
+        if beside:
+            return trial.with_answer(DIFFERENT, findings=beside)
+        return _not_judged(trial, "counted")
     parts = _parts(ranks)
     if len(parts) == 1:
         return _judged(trial, ranks, counts, own, *parts[0])
@@ -108,10 +94,10 @@ def judge(
             return whole
     own_parameters = set(ranks[0].indices)
     if len({micro.touched <= own_parameters for micro in every}) > 1:
-        return trial.with_answer(NOT_JUDGED, _REACHES_OTHERS)
+        return _not_judged(trial, "reaches others")
     sizes = {len(row) for _, part in parts for row in part or ()}
     if len(sizes) > 1 or (sizes == {1} and not all(key in own for key, _ in parts)):
-        return whole or trial.with_answer(NOT_JUDGED, _TWO_LOSSES)
+        return whole or _not_judged(trial, "two losses")
     size = sizes.pop()
     usual = max(1, counts.usual // len(parts))
     of_part = replace(counts, micro_batches=size, usual=usual, first=counts.first // len(parts))
@@ -123,6 +109,11 @@ def judge(
     ]
     not_judged = [t for t in trials if t.answer == NOT_JUDGED]
     return next(iter((*wrong, *not_judged, *trials)))
+
+
+def _not_judged(trial: LoopTrial, name: str) -> LoopTrial:
+    reason = _NO_ANSWER.get(name) or _DOUBTS[name]
+    return trial.with_answer(NOT_JUDGED, f"{reason}: use wb.verify")
 
 
 # ------------------------------------------------------------------- the losses of a window
@@ -187,15 +178,16 @@ def _judged(
     if findings:
         return trial.with_answer(DIFFERENT, findings=findings)
     if is_sum:
-        return trial.with_answer(NOT_JUDGED, _A_SUM)
+        return _not_judged(trial, "a sum")
     if isinstance(weights, Unknown):
         answer = DIFFERENT if weights.is_different else NOT_JUDGED
         return trial.with_answer(answer, weights.reason)
-    if not weights.is_right:
+    if not weights.is_right and not _compares(ranks):
         return _unexplained(trial, weights, ranks, counts)
-    doubt = next(_doubts(ranks, counts), "")
-    if doubt:
-        return trial.with_answer(NOT_JUDGED, f"{doubt}: use wb.verify")
+    doubts = _doubts(ranks, counts)
+    first = next((name for name in _DOUBTS if name in doubts), "")
+    if first:
+        return _not_judged(trial, first)
     own.setdefault(key, weights.own)
     return trial.with_answer(RIGHT)
 
@@ -208,7 +200,7 @@ def _findings(ranks: Ranks, weights: Weights | Unknown, counts: Counts) -> list[
     findings = findings or findings_of(SEEN, ranks)
     if not findings and lost:
         findings = findings_of(LOST, ranks)[:1]
-    if not findings and isinstance(weights, Weights) and not is_right:
+    if not (findings or is_right or isinstance(weights, Unknown) or _compares(ranks)):
         findings = findings_of([same_twice], ranks) or explain(weights, counts)
     beside = findings_of(BESIDE, ranks)
     findings += [replace(finding, is_beside=bool(findings)) for finding in beside]
@@ -216,43 +208,30 @@ def _findings(ranks: Ranks, weights: Weights | Unknown, counts: Counts) -> list[
     return list({finding.key: finding for finding in reversed(findings)}.values())[::-1]
 
 
-def _doubts(ranks: Ranks, counts: Counts) -> Iterator[str]:
-    """Yield the reasons why weights that are right may not make the right update."""
+def _compares(ranks: Ranks) -> bool:
+    """True if losses may compare samples: also with those of other micro-batches, kept without a
+    graph, which makes each loss that of the whole batch.
+    """
+    return any(COMPARES in micro.doubts for window in ranks for micro in window.backwards)
+
+
+def _doubts(ranks: Ranks, counts: Counts) -> set[str]:
+    """Return what makes it doubtful that right weights make the right update."""
     every = [micro for window in ranks for micro in window.backwards]
     ledgers = [window.ledger for window in ranks if window.ledger is not None]
-    if not ledgers and counts.usual == len(every) == 1:
-        yield _NOTHING_ADDED
-    if any(_carries(window.backwards) for window in ranks) or any(o.carries for o in ledgers):
-        yield _CARRIED
-    changed = [micro.changed for micro in every] + [ledger.changed for ledger in ledgers]
-    yield from (
-        f"{name} changes between two backwards of the window, so a micro-batch may depend on those "
-        "before it"
-        for name in filter(None, changed)
-    )
-    if any(micro.shares_graph for micro in every):
-        yield "two backwards of the window have a part of their graph in common"
-    if any(micro.has_hooks for micro in every):
-        yield (
-            "the loop has hooks on parameters, and they may change the gradient of each micro-batch"
-        )
-    if any(micro.is_evaluated for micro in every):
-        yield (
-            "the model is also called without gradients before every backward, so the loss may use "
-            "a statistic of one micro-batch"
-        )
-    if any(micro.is_changed_beside for micro in every):
-        yield "the loop changes the weights beside the step"
-    yield from (_COUPLINGS[micro.coupling] for micro in every if micro.coupling)
-    penalties = [
-        scale.by for m in every for t in m.terms if t.kind == "penalty" for scale in t.scales
-    ]
-    has_penalty = any(term.kind == "penalty" for micro in every for term in micro.terms)
+    penalties = [term for micro in every for term in micro.terms if term.kind == "penalty"]
+    by = [scale.by for term in penalties for scale in term.scales]
     steps = (counts.micro_batches, 1 / max(counts.micro_batches, 1))
-    if has_penalty and not any(
-        math.isclose(n, k, rel_tol=SAME_WEIGHT) for n in penalties for k in steps
-    ):
-        yield _PENALTY
+    is_divided = any(math.isclose(n, k, rel_tol=SAME_WEIGHT) for n in by for k in steps)
+    carries = any(_carries(w.backwards) for w in ranks) or any(o.carries for o in ledgers)
+    found = {
+        "alone": not ledgers and counts.usual == len(every) == 1,
+        "carried": carries,
+        "changed": any(ledger.is_changed for ledger in ledgers),
+        "penalty": bool(penalties) and not is_divided,
+    }
+    seen = {name for micro in every for name in micro.doubts}
+    return seen | {name for name, is_so in found.items() if is_so}
 
 
 def _carries(micros: Sequence[Backward]) -> bool:
@@ -278,11 +257,11 @@ def _unexplained(trial: LoopTrial, weights: Weights, ranks: Ranks, counts: Count
         ):
             variant = "weights that add up to 1, but are not the shares of the units"
             return trial.with_answer(DIFFERENT, findings=[Finding("other-units", variant)])
-        return trial.with_answer(
-            NOT_JUDGED,
-            "the weights of the micro-batches' losses are not their shares of the units, and fit "
-            "no known mistake: use wb.verify",
-        )
+        total = sum(reading.units)
+        times = [w * total / u for w, u in zip(reading.weights, reading.units, strict=True) if u]
+        shown = ", ".join(f"{number:.3g}" for number in times[:8]) + ", ..." * (len(times) > 8)
+        reason = f"the micro-batches count {shown} times as much as they must; cause not known"
+        return trial.with_answer(NOT_JUDGED, f"{reason}: use wb.verify")
     total = sum(reading.units)
     by = total / reading.constant
     others = other_counts([[micro.counted for micro in window.backwards] for window in ranks])

@@ -333,19 +333,6 @@ def _is_weight(edge: tuple[Any, int]) -> bool:
     return isinstance(variable, Tensor) and variable.numel() > 1
 
 
-def compares_others(graph: Sequence[Any]) -> bool:
-    """True if losses compare samples with rows that are joined to them and have no graph.
-
-    Those of the window's other micro-batches, perhaps: each loss is that of the whole batch then,
-    and its gradient that of one part of it. Such losses are added, and not divided.
-    """
-    joins = any(
-        operation_of(node) == "Cat" and None in operands_of(node) and any(operands_of(node))
-        for node in graph
-    )
-    return joins and COMPARES in map(coupling_of, graph)
-
-
 COMPARES = "compares samples"
 """A way in which a loss may couple its samples; the others are in `coupling_of`."""
 

@@ -252,34 +252,6 @@ class ModelRuns:
             return None
         return whole_of(of_all_ranks(to_device(batch, "cpu")))
 
-    def gradients_of_terms(self, batch: Any) -> dict[str, tuple[dict[str, Tensor | None], float]]:
-        """Return, by term of the loss, the gradient of its weighted sum, and its units.
-
-        The gradients are not divided. None is that of a parameter that is frozen or not used.
-        """
-        self.begin()
-        trained = {
-            n: p for n, p in zip(self.names, self.parameters, strict=True) if p.requires_grad
-        }
-        by_name = {}
-        with choose(self.precision, self.device.type).window():
-            terms = self.terms(self.inner, batch)
-            for name, term in terms.items():
-                by_parameter: dict[str, Tensor | None] = {}
-                if term.total.requires_grad:  # else the term has no unit in this batch
-                    gradients = torch.autograd.grad(
-                        wide(term.total) * (term.weight * self.loss_scale),
-                        [*trained.values()],
-                        retain_graph=name != [*terms][-1],
-                        allow_unused=True,
-                    )
-                    by_parameter = {
-                        name: None if g is None else g.to_dense().cpu().div_(self.loss_scale)
-                        for name, g in zip(trained, gradients, strict=True)
-                    }
-                by_name[name] = (by_parameter, float(term.units))
-        return by_name
-
     def draws_random_numbers(self, batch: Any) -> bool:
         """Tell if the forward of the batch moves a random generator.
 

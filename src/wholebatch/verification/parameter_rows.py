@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -82,10 +82,6 @@ class ParameterRows:
     def sample(self, tensors: Sequence[Tensor | None]) -> Tensor:
         """Return whole tensors of the parameters as they are kept."""
         return self._row([None if tensor is None else self._part(tensor) for tensor in tensors])
-
-    def sample_named(self, named: Mapping[str, Tensor | None]) -> Tensor:
-        """Return whole tensors by parameter as they are kept."""
-        return self.sample([named.get(name) for name in self.names])
 
     def gradients(self) -> Tensor:
         return self.sample([parameter.grad for parameter in self.parameters])

@@ -59,7 +59,6 @@ class Verdict(_Answer):
     gradient: Comparison
     update: Comparison
     float64: Comparison | None
-    to_float64: tuple[float, float] | None
     losses: tuple[float, ...]
     """Of the undivided batch, and of the window."""
     samples: int
@@ -138,13 +137,10 @@ class LoopTrial:
     """All mistakes that explain it, the likeliest first."""
     micro_batches: int = 0
     units: tuple[float, ...] = ()
-    optimizer_steps: int = 1
     off: float = math.inf
-    """The distance from the right weights, or from the right gradient in a proof."""
-    tolerance: float = math.inf
-    floor: float = 0.0
+    """The distance from the right weights."""
     source: str = ""
-    """Where the units come from: "gradients" of a proof, "weights" of the losses, a "ledger"."""
+    """Where the units come from: "weights" of the losses, or a "ledger"."""
     own: tuple[float, ...] = ()
     """The weight that each term of the loss has of its own."""
     notes: tuple[str, ...] = ()
@@ -171,44 +167,24 @@ class LoopTrial:
         size = micro_batches(len(units), kind)
         return replace(
             self,
-            name=self.name if self.case != "live" else f"{self.name}: {size}",
+            name=f"{self.name}: {size}",
             micro_batches=len(units),
             units=units,
             off=weights.off,
-            tolerance=weights.tolerance,
-            floor=weights.floor,
             source=weights.source,
             own=weights.own,
         )
 
-    @property
-    def found(self) -> str | None:
-        """Return the key of the mistake, "right" or "not judged"; None if no known mistake fits."""
-        if self.answer != DIFFERENT:
-            return self.answer
-        return self.findings[0].key if self.findings else None
-
-
-_IN_EVERY_WINDOW = ("not-divided", "divided-twice", "loss-scale")
-"""Mistakes by a constant factor: a loop that has them is right in no window."""
-
 
 def consistent(trials: Sequence[LoopTrial]) -> tuple[LoopTrial, ...]:
-    """Put the mistake first that explains most windows, where several explain one.
-
-    What would be wrong in every window is left out if another explains it and a window is right.
-    """
-    is_one_right = any(trial.answer == RIGHT and trial.micro_batches > 1 for trial in trials)
+    """Put the mistake first that explains most windows, where several explain one."""
     votes = Counter(finding.key for trial in trials for finding in trial.findings)
 
-    def ordered(trial: LoopTrial) -> LoopTrial:
-        others = [f for f in trial.findings if f.key not in _IN_EVERY_WINDOW]
-        is_explained = is_one_right and any(not f.is_beside for f in others)
-        findings = others if is_explained else trial.findings
-        likeliest = sorted(findings, key=lambda f: (f.is_beside, -votes[f.key]))
-        return replace(trial, findings=tuple(likeliest))
+    def likeliest(trial: LoopTrial) -> LoopTrial:
+        ordered = sorted(trial.findings, key=lambda f: (f.is_beside, -votes[f.key]))
+        return replace(trial, findings=tuple(ordered))
 
-    return tuple(map(ordered, trials))
+    return tuple(map(likeliest, trials))
 
 
 WEIGHED = (
@@ -270,7 +246,6 @@ class LoopVerdict(_Answer):
 
     loop: str
     trials: tuple[LoopTrial, ...]
-    precision: str
     ranks: int
     seconds: float
     watched: Watched | None = None
@@ -323,12 +298,7 @@ class LoopVerdict(_Answer):
         also = [MISTAKES[key].name for key in self.mistakes if key != finding.key]
         more = f" (or: {', '.join(either)})" if either else ""
         more += f"; also: {', '.join(also)}" if also else ""
-        if first.source != "gradients" or not math.isfinite(first.off):
-            return f"Wrong: {finding.name}: {self.loop}: {finding.variant}{where}{more}"
-        return (
-            f"Wrong: {finding.name}: the gradient of {self.loop} is {off}: "
-            f"{finding.variant}{where}{more}"
-        )
+        return f"Wrong: {finding.name}: {self.loop}: {finding.variant}{where}{more}"
 
     def _same_line(self, windows: str) -> str:
         sources = {trial.source for trial in self.trials}
@@ -340,12 +310,7 @@ class LoopVerdict(_Answer):
                 "is left over; weights, rates and buffers stay the same within a window"
             )
             return f"{line}. Not measured: the units (wb.verify does)" if are_given else line
-        worst = max(self.trials, key=lambda trial: trial.off / trial.tolerance)
-        if worst.source == "gradients":
-            return (
-                f"same update: {self.loop} is at most {percent(worst.off)} from the undivided "
-                f"batch over {windows}; rounding explains {percent(worst.tolerance)}"
-            )
+        worst = max(self.trials, key=lambda trial: trial.off)
         return (
             f"same update: {self.loop} weighs its micro-batches by their units, to within "
             f"{percent(worst.off)}, over {windows}"
@@ -360,18 +325,18 @@ class LoopVerdict(_Answer):
     @property
     def table(self) -> list[tuple[str, ...]]:
         """Return the head and the rows of the table of windows."""
-        rows: list[tuple[str, ...]] = [("model", "window", "steps", "off by", "found")]
+        rows: list[tuple[str, ...]] = [("model", "window", "off by", "found")]
         before = ""
         for trial in self.trials:
             is_measured = math.isfinite(trial.off) and not trial.source.startswith("ledger")
-            off = percent(trial.off) if is_measured and trial.optimizer_steps <= 1 else ""
+            off = percent(trial.off) if is_measured else ""
             marks = {RIGHT: "✓ right", NOT_JUDGED: "? not judged", DIFFERENT: "✗ no known mistake"}
             result = f"✗ {trial.findings[0].name}" if trial.findings else marks[trial.answer]
             if trial.answer == RIGHT and trial.source.startswith("ledger"):
                 result = "✓ by construction"
             case = "" if trial.case in (before, "live") else trial.case
             before = trial.case
-            rows.append((case, trial.name, str(trial.optimizer_steps), off, result))
+            rows.append((case, trial.name, off, result))
         return rows
 
     @property

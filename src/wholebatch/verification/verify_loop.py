@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -26,11 +26,10 @@ MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 def verify_loop(
     loop: Loop,
     *,
-    case: Case | str | Sequence[Case | str] | None = None,
+    case: Case | str | None = None,
     steps: int = 4,
     optimizer: MakeOptimizer | None = None,
     uneven: bool = True,
-    ddp: bool = False,
     device: torch.device | str = "cpu",
     name: str | None = None,
 ) -> LoopVerdict:
@@ -57,8 +56,7 @@ def verify_loop(
     are left out. `steps` is the number of micro-batches in a full window; a short window is tried
     too. `uneven=False` tries only micro-batches with the same number of units. `optimizer(model)`
     creates the optimizer (default: SGD). On several ranks, the loop gets the plain model and wraps
-    it, or with `ddp=True` the model in DistributedDataParallel; every rank has its own
-    micro-batches.
+    it; every rank has its own micro-batches.
     """
     began = time.perf_counter()
     if not callable(loop):
@@ -68,13 +66,12 @@ def verify_loop(
     name = name or str(getattr(loop, "__name__", "the loop"))
     verdicts: list[LoopVerdict] = []
     failed: dict[str, Exception] = {}
-    cases = tuple(ZOO) if case is None else (case,) if isinstance(case, str | Case) else case
-    for tried in map(_case, cases):
+    for tried in ZOO.values() if case is None else [_case(case)]:
         model = tried.model().to(device)
         made = (optimizer or _sgd)(model)
         watch = Watch(model, made, name=name, logs=False)
         try:
-            _train(loop, tried, watch, model, made, steps=steps, uneven=uneven, ddp=ddp)
+            _train(loop, tried, watch, model, made, steps=steps, uneven=uneven)
         except Exception as error:
             if case is not None or world_size() > 1:
                 raise
@@ -107,7 +104,6 @@ def _train(
     *,
     steps: int,
     uneven: bool,
-    ddp: bool,
 ) -> None:
     """Let the loop train on full and short windows, with equal and uneven micro-batches."""
     rank = torch.distributed.get_rank() if world_size() > 1 else 0
@@ -117,14 +113,11 @@ def _train(
     windows = [[to_device(micro, device) for micro in micros] for micros in windows]
     own = copy.deepcopy(model)
     units = [[_units(case, own, micro) for micro in micros] for micros in windows]
-    handed: nn.Module = model
-    if ddp and world_size() > 1:
-        handed = nn.parallel.DistributedDataParallel(model)
     with watch:
         for micros, of_window in zip(windows, units, strict=True):
             if not watch.next_window([unit for unit in of_window if unit is not None]):
                 return  # the step of this window would be on the micro-batches before it, too
-            loop(handed, optimizer, micros)
+            loop(model, optimizer, micros)
 
 
 def _units(case: Case, model: nn.Module, micro: Any) -> float | None:

@@ -6,7 +6,6 @@ import inspect
 import logging
 import math
 import time
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from wholebatch.distributed.process_group import world_size
-from wholebatch.errors import LossError, OptionError, UnsupportedError, WholebatchError
+from wholebatch.errors import OptionError, UnsupportedError
 from wholebatch.loss_functions import check_functions, modules_of
 from wholebatch.options import BatchNormPolicy, Samples, as_close
 from wholebatch.readable_sizes import percent
@@ -33,8 +32,6 @@ from wholebatch.window.precision import PrecisionName
 
 _log = logging.getLogger("wholebatch.verify")
 _FLOAT64_UNIT = torch.finfo(torch.float64).eps / 2
-_AS_FAR_AS_FLOAT64_ALLOWS = 1.25
-"""Beyond so many times the undivided batch's own distance from float64 a note says so."""
 
 
 def verify(
@@ -155,7 +152,7 @@ def _prove(runs: ModelRuns, batch: DividedBatch, *, wants_float64: bool) -> Verd
     # In another order every sample would get other random numbers, and in float64 as well.
     reordered = [] if drawn else [runs.whole(other) for other in batch.in_other_orders()]
     _tell(4, "the micro-batches")
-    ours = _accumulated(runs, batch)
+    ours = runs.accumulated(batch)
     left = {name: buffer.detach().clone() for name, buffer in runs.model.named_buffers()}
     _tell(5, "all of it in float64")
     float64, reference = None, None
@@ -168,13 +165,6 @@ def _prove(runs: ModelRuns, batch: DividedBatch, *, wants_float64: bool) -> Verd
     gradient = scale.compare("gradient", ours.gradients, whole.gradients, gradients)
     update, note = _compared_updates(runs, ours, whole, right, gradient)
     notes += filter(None, [note])
-    to_float64 = None
-    if reference is not None:  # the undivided batch in its worst order, and ours
-        *right_off, off = (
-            scale.distance(run.gradients, reference) for run in (whole, *reordered, ours)
-        )
-        to_float64 = (max(right_off), off)
-        notes += _further_from_float64(runs.precision, *to_float64)
     findings = []
     same = gradient.same and update.same and (float64 is None or float64.same)
     if same:
@@ -192,7 +182,6 @@ def _prove(runs: ModelRuns, batch: DividedBatch, *, wants_float64: bool) -> Verd
         gradient=gradient,
         update=update,
         float64=float64,
-        to_float64=to_float64,
         losses=tuple(math.nan if run.loss is None else run.loss for run in (whole, ours)),
         samples=batch.samples,
         of_samples=of_samples,
@@ -224,27 +213,6 @@ def _largest_that_fits(runs: ModelRuns, batch: DividedBatch) -> tuple[DividedBat
         size = math.ceil(size / 2)
         runs.begin()
         torch.cuda.empty_cache()
-
-
-def _accumulated(runs: ModelRuns, batch: DividedBatch) -> WindowRun:
-    try:
-        return runs.accumulated(batch)
-    except (WholebatchError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:
-        if not _raised_in(runs.loss, error):
-            raise
-        raise LossError(
-            "the loss fails on a micro-batch, but not on the undivided batch: "
-            f"{type(error).__name__}: {error}; for a loss that needs several samples at once use "
-            "wb.Coupled(encode, loss), or choose a micro_batch= that leaves no short last one"
-        ) from error
-
-
-def _raised_in(loss: Any, error: BaseException) -> bool:
-    """Tell if an error came out of the loss function itself."""
-    code = getattr(loss, "__code__", None)
-    return any(frame.f_code is code for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
 def _in_float64(
@@ -328,14 +296,3 @@ def _moved_buffers(runs: ModelRuns, batch: DividedBatch, left: dict[str, Tensor]
             f"the buffers {listed(moved)} end with other values than with the undivided batch: "
             "every forward changes them, and later updates may depend on them"
         )
-
-
-def _further_from_float64(precision: str, whole: float, ours: float) -> list[str]:
-    """Return a note if accumulation is further off: in 16 bits the roundings may add up."""
-    if precision == "full" or ours <= _AS_FAR_AS_FLOAT64_ALLOWS * whole:
-        return []
-    return [
-        f"in {precision} accumulation is {ours / whole:.1f} times as far from float64 "
-        f"({percent(ours)}) as the undivided batch ({percent(whole)}): each micro-batch's gradient "
-        "is rounded separately; a larger micro-batch makes this smaller"
-    ]

@@ -11,7 +11,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import count as counter
 from typing import Any
 
@@ -190,7 +190,6 @@ class Watch:
 
     def _make(self, trials: Sequence[LoopTrial], error: str = "") -> LoopVerdict:
         recorder = self._recorder
-        dtypes = {torch.bfloat16: "bf16", torch.float16: "fp16"}
         watched = Watched(
             windows=max(recorder.window_counts.values(), default=0),
             end=recorder.passes.has_ended if recorder.passes.are_known else None,
@@ -202,7 +201,6 @@ class Watch:
         return LoopVerdict(
             self._name,
             consistent(trials),
-            next((dtypes[d] for d in recorder.autocast if d in dtypes), "full"),
             world_size(),
             time.perf_counter() - self._began,
             watched,
@@ -288,17 +286,10 @@ def _of_optimizer(ranks: Sequence[Sequence[WindowEvidence]], prefix: str) -> lis
         window = [row[number] for row in by_number]
         count = max(len(evidence.backwards) for evidence in window)
         numbers = Counts(count, usual, first, len(ranks), number)
-        trial = judge(window, numbers, f"{prefix}window {number}", own=own)
+        trial = judge(window, numbers, f"{prefix}window {number}", own)
         if count == 1 == number and trial.answer == RIGHT and _is_off_by_one(by_number[0], shared):
             variant = f"the first window has 1 micro-batch, all others {usual}"
             trial = trial.with_answer(DIFFERENT, findings=[Finding("only-the-first", variant)])
-        if window[0].rate_is_zero and number > 1 and trial.answer == RIGHT:
-            is_last = number == shared[-1]  # a schedule may well end at 0
-            doubt = f"the learning rate is 0 in window {number}"
-            notes = (*trial.notes, doubt) if is_last else trial.notes
-            trial = replace(trial, notes=notes)
-            if not is_last:
-                trial = trial.with_answer(NOT_JUDGED, f"{doubt}: a schedule may be too fast")
         trials.append(trial)
     return trials
 

@@ -44,13 +44,11 @@ class Weights:
     sizes: tuple[int, ...]
     """The micro-batches of each rank."""
     off: float
-    tolerance: float
-    floor: float
     source: str = "weights"
 
     @property
     def is_right(self) -> bool:
-        return self.off <= self.tolerance
+        return self.off <= SAME_WEIGHT
 
     @property
     def units(self) -> tuple[float, ...]:
@@ -68,7 +66,7 @@ class Weights:
 
     def best(self, readings: Sequence[Reading]) -> Reading:
         """Return the way to read a term in which it is right, else the likeliest."""
-        is_right = (way for way in readings if way.off <= max(self.tolerance, SAME_WEIGHT))
+        is_right = (way for way in readings if way.off <= SAME_WEIGHT)
         return next(is_right, readings[0])
 
 
@@ -93,17 +91,15 @@ def weights_of(
     known = factors_of(ranks)
     if isinstance(known, Unknown):
         return known
-    every, floor = known
-    given = [unit for window in ranks for unit in window.units] if part is None else []
     part = part or [range(len(window.backwards)) for window in ranks]
-    factors_left = iter(every)
+    factors_left = iter(known)
     factors = []
     for window, places in zip(ranks, part, strict=True):
         row = [next(factors_left) for _ in window.backwards]
         factors += [row[place] for place in places]
-    micro_batches = [
-        window.backwards[i].terms for window, row in zip(ranks, part, strict=True) for i in row
-    ]
+    places_of = [(window, i) for window, row in zip(ranks, part, strict=True) for i in row]
+    micro_batches = [window.backwards[i].terms for window, i in places_of]
+    given = [window.units[i] for window, i in places_of if window.units]
     try:
         terms = read_terms(micro_batches, counts, factors, given)
     except Unreadable as unread:
@@ -115,7 +111,7 @@ def weights_of(
         terms = [[way.with_own(o) for way in ways] for ways, o in zip(terms, own, strict=True)]
     off = max(min(reading.off for reading in readings) for readings in terms)
     sizes = tuple(map(len, part))
-    return Weights(tuple(map(tuple, terms)), sizes, off, SAME_WEIGHT, floor)
+    return Weights(tuple(map(tuple, terms)), sizes, off)
 
 
 # ------------------------------------------------------------------- from the ledger of wholebatch
@@ -130,29 +126,29 @@ def _of_the_ledger(ranks: Sequence[WindowEvidence]) -> Weights:
     are_given = any(ledger.are_units_given for ledger in ledgers)
     sizes = tuple(len(ledger.units) for ledger in ledgers)
     source = "ledger, with units as given" if are_given else "ledger"
-    return Weights(((reading,),), sizes, 0.0, SAME_WEIGHT, 0.0, source)
+    return Weights(((reading,),), sizes, 0.0, source)
 
 
 # ------------------------------------------------------------------- on the way to the step
 
 
-def factors_of(ranks: Sequence[WindowEvidence]) -> tuple[Sequence[float], float] | Unknown:
-    """Return the factor that each backward's gradient has in the step, and the rounding floor."""
+def factors_of(ranks: Sequence[WindowEvidence]) -> Sequence[float] | Unknown:
+    """Return the factor that each backward's gradient has in the step."""
     window, count = ranks[0], len(ranks)
     brought = [micro.contribution for rank in ranks for micro in rank.backwards]
     floor = max(rank.eps for rank in ranks)
     if any(rank.gradient is None for rank in ranks):
-        return (1 / count,) * len(brought), floor
+        return (1 / count,) * len(brought)
     gradient = before_clip(window)
     flow = torch.stack(brought).sum(0) / count
     floor = floor_of(brought, flow * count, floor)
     tolerance = window.eps if window.is_half else TIMES_THE_FLOOR * floor
     if parallel(gradient, flow, tolerance):
         factor = float(gradient @ flow / (flow @ flow))
-        return (factor / count,) * len(brought), floor
+        return (factor / count,) * len(brought)
     factors, left = fit_of(brought, gradient)
     if left <= max(1e-4, tolerance) and len(brought) <= 64:
-        return factors, floor
+        return factors
     if count == 1 and apart(window.backwards[-1].after, flow) <= tolerance:
         return Unknown(
             f"the loop itself changes the gradient by {percent(apart(gradient, flow))} after the "

@@ -27,13 +27,12 @@ from torch.utils.data import DataLoader
 
 from wholebatch.verification.called_modules import CalledModules
 from wholebatch.verification.evidence import Backward, Clip, WindowEvidence
-from wholebatch.verification.ledger_windows import LedgerWindow, rates_of
+from wholebatch.verification.ledger_windows import LedgerWindow
 from wholebatch.verification.loader_passes import LoaderPasses
 from wholebatch.verification.loop_calls import LoopCalls, user_line
 from wholebatch.verification.loss_ends import DDP_SINK, passes_on
 from wholebatch.verification.loss_terms import (
     MeasuredLoss,
-    compares_others,
     coupling_of,
     loss_graph,
 )
@@ -110,7 +109,6 @@ class WindowRecorder:
         """How many windows each optimizer has made."""
         self.other_optimizers: dict[int, str] = {}
         """Optimizers that have stepped on parameters that are not watched."""
-        self.autocast: set[torch.dtype] = set()
         self.stepped_twice = self.stepped_inside = self.steps_on_copies = self.lost_steps = False
         self.after_step: Tensor | None = None
         """The weights after the last step."""
@@ -185,8 +183,6 @@ class WindowRecorder:
 
     @_never_fails
     def _enter_call(self, module: nn.Module, args: Any) -> None:
-        enabled = filter(torch.is_autocast_enabled, ("cpu", "cuda"))
-        self.autocast.update(map(torch.get_autocast_dtype, enabled))
         if not self._inside:
             self._modules.enter(module)
 
@@ -243,10 +239,16 @@ class WindowRecorder:
         graph = list(loss_graph(nodes))
         is_first = not self.pending
         self._calls.trained = self._trained
-        changed = self._modules.changed(
-            is_first=is_first, trained=self._trained, written=self._calls.written
-        )
-        is_evaluated = self._modules.evaluated() and not is_first
+        doubts = {
+            "changed": self._modules.changed(
+                is_first=is_first, trained=self._trained, written=self._calls.written
+            ),
+            "evaluated": self._modules.evaluated() and not is_first,
+            "shares graph": not self._nodes.isdisjoint(graph),
+            "hooks": self.rows.has_foreign_hooks,
+            "changed beside": is_changed,
+        }
+        couplings = dict.fromkeys(filter(None, map(coupling_of, graph)))
         loader_pass, batch, counted = self.passes.take()
         began = _Brought(
             before=before,
@@ -262,13 +264,7 @@ class WindowRecorder:
             batch=batch,
             counted=counted,
             carried=self._calls.carried_into(nodes),
-            changed=changed,
-            coupling=next(filter(None, map(coupling_of, graph)), ""),
-            compares_others=compares_others(graph),
-            shares_graph=not self._nodes.isdisjoint(graph),
-            has_hooks=self.rows.has_foreign_hooks,
-            is_evaluated=is_evaluated,
-            is_changed_beside=is_changed,
+            doubts=(*(name for name, is_so in doubts.items() if is_so), *couplings),
             lines={"loss": self._calls.loss_line, "backward": user_line()},
             moved_parameters=self.rows.differing(was, weights),
             rates_by_optimizer=dict(enumerate(map(rates_of, optimizers))),
@@ -285,8 +281,7 @@ class WindowRecorder:
         """Keep the backward, if it brought a watched parameter a gradient."""
         terms = () if began.measured is None else began.measured.terms()
         touched = self.rows.filled(brought[0])
-        self._number += 1
-        self._calls.number = self._number
+        self._next_number()
         if touched:
             self._had_gradient |= touched
             micro = replace(
@@ -403,17 +398,19 @@ class WindowRecorder:
 
     @_never_fails
     def _note_own_backward(self, totals: Any) -> None:
-        if self._own is None or self._is_brief:
+        own = self._own
+        if own is None or self._is_brief:
             return
-        roots = [totals] if isinstance(totals, Tensor) else list(totals)
-        sources = self._calls.carried_into([root.grad_fn for root in roots])
-        self._own.note_backward(
-            totals,
-            lambda is_first: self._modules.changed(
-                is_first=is_first, trained=self._trained, written=self._calls.written
-            ),
-            carries=any(source >= self._own_since for source in sources),
+        nodes = [root.grad_fn for root in _listed(totals)]
+        sources = self._calls.carried_into(nodes)
+        own.carries |= any(source >= self._own_since for source in sources)
+        own.is_changed |= self._modules.changed(
+            is_first=not own.backwards, trained=self._trained, written=self._calls.written
         )
+        own.backwards += 1
+        self._next_number()
+
+    def _next_number(self) -> None:
         self._number += 1
         self._calls.number = self._number
 
@@ -425,8 +422,7 @@ class WindowRecorder:
         if own is None:  # the watch began within it
             return
         for optimizer in own.optimizers:
-            kept = self._new_window(optimizer, [])
-            self._keep(replace(kept, ledger=own.ledger(optimizer)))
+            self._keep(replace(self._new_window(optimizer, []), ledger=own.ledger()))
         if not self._is_brief and min(self.window_counts.values(), default=0) >= _MOST_WINDOWS:
             self._record_briefly()
 
@@ -474,7 +470,7 @@ class WindowRecorder:
         if self._inside:
             self.stepped_inside |= bool(indices)
         elif any(id(parameter) in self._own_parameters for parameter in owned):
-            self._see_own(optimizer, indices)
+            return  # its window was recorded when it closed
         elif not indices:
             self.steps_on_copies |= bool(self.pending)
             self.other_optimizers[id(optimizer)] = type(optimizer).__name__
@@ -494,14 +490,6 @@ class WindowRecorder:
         scale = getattr(optimizer, "grad_scale", None)
         gradient = self.rows.selected(self.rows.gradients(), indices)
         return gradient if scale is None else gradient / float(scale)
-
-    def _see_own(self, optimizer: torch.optim.Optimizer, indices: Sequence[int]) -> None:
-        """Keep the gradient of a window of wholebatch, which was recorded when it closed."""
-        for window in self.windows[-1:]:
-            is_its = window.optimizer == self._know(optimizer) and window.gradient is None
-            if is_its and indices and not self.rows.is_sharded:
-                gradient = self._gradient(optimizer, indices)
-                self.windows[-1] = replace(window, gradient=gradient, indices=tuple(indices))
 
     def _know(self, optimizer: torch.optim.Optimizer) -> int:
         """Return the number of an optimizer."""
@@ -555,7 +543,6 @@ class WindowRecorder:
             ),
             line=user_line(),
             units=self.units if len(self.units) == len(mine) else (),
-            rate_is_zero=not any(float(group["lr"]) for group in optimizer.param_groups),
         )
 
     def _of(self, micro: _Brought, window: WindowEvidence) -> Backward:
@@ -591,18 +578,26 @@ class WindowRecorder:
         return [self.rows.names[i] for i in without if id(self.rows.parameters[i]) not in owned]
 
 
+def _listed(roots: Any) -> list[Any]:
+    return [roots] if isinstance(roots, Tensor) else list(roots)
+
+
 def _roots_of(roots: Any, seeds: Any) -> tuple[list[Tensor], list[Tensor | None]]:
     """Return what a backward begins at, and the gradients that it begins with."""
-    listed = [roots] if isinstance(roots, Tensor) else list(roots)
-    listed = [root for root in listed if isinstance(root, Tensor) and root.grad_fn is not None]
+    listed = [r for r in _listed(roots) if isinstance(r, Tensor) and r.grad_fn is not None]
     starts = [seeds] * len(listed) if isinstance(seeds, Tensor | None) else list(seeds)
     return listed, starts
 
 
+def rates_of(optimizer: torch.optim.Optimizer) -> tuple[float, ...]:
+    """Return the learning rates and the weight decays of an optimizer."""
+    groups, names = optimizer.param_groups, ("lr", "weight_decay")
+    return tuple(float(group.get(name) or 0.0) for name in names for group in groups)
+
+
 def _ends_of(roots: Any) -> set[str]:
     """Return the last operations of losses."""
-    listed = [roots] if isinstance(roots, Tensor) else list(roots)
-    nodes = (getattr(root, "grad_fn", None) for root in listed)
+    nodes = (getattr(root, "grad_fn", None) for root in _listed(roots))
     return {node.name() for node in nodes if node is not None}
 
 

@@ -1,7 +1,7 @@
 """Explain the weights of a window's micro-batches: which mistake gives them.
 
-`wrong_weights` yields the weights that each mistake gives, in the variants that occur in public
-code; `explain` compares them with those of the window. All mistakes that match are found.
+`wrong_weights` yields the weights that each mistake gives; `explain` compares them with those of
+the window. All mistakes that match are found.
 
 To add a mistake: its row in mistakes.md, its weights here, its row in tests/programs/plain.
 """
@@ -24,8 +24,8 @@ _Variants = Iterator[tuple[str, str, list[float]]]
 
 _ORDER = (
     *("stepped-every-micro-batch", "only-the-first", "not-divided", "nominal-count"),
-    *("mean-of-means", "ranks-added", "world-size-forgotten", "divided-twice", "only-the-last"),
-    *("left-out", "counted-twice", "other-units", "loss-scale"),
+    *("mean-of-means", "ranks-added", "world-size-forgotten", "divided-twice", "other-units"),
+    "loss-scale",
 )
 """The order of reports: the window's own numbers first (steps, usual count, ranks), scales last."""
 _CONSTANT = ("not-divided", "divided-twice", "loss-scale", "nominal-count")
@@ -37,8 +37,7 @@ def explain(weights: Weights, counts: Counts) -> list[Finding]:
 
     A term that is wrong is read in its likeliest way.
     """
-    limit = max(weights.tolerance, SAME_WEIGHT)
-    are_wrong = [weights.best(row).off > limit for row in weights.terms]
+    are_wrong = [weights.best(row).off > SAME_WEIGHT for row in weights.terms]
     terms = [
         row[: 1 if is_wrong else None]
         for row, is_wrong in zip(weights.terms, are_wrong, strict=True)
@@ -51,7 +50,7 @@ def explain(weights: Weights, counts: Counts) -> list[Finding]:
     findings: dict[str, Finding] = {}
     for number, (key, words, _) in enumerate(tables[0][0][1]):
         fits = key not in findings and all(
-            any(reading.apart(table[number][2]) <= limit for reading, table in row)
+            any(reading.apart(table[number][2]) <= SAME_WEIGHT for reading, table in row)
             for row, is_wrong in zip(tables, are_wrong, strict=True)
             if is_wrong or key in _CONSTANT
         )
@@ -85,9 +84,7 @@ def wrong_weights(units: _Rows, counts: Counts) -> _Variants:
         return [1 / (len(row) * by) for row in units for _ in row]
 
     if ranks > 1:
-        summed = [unit / (sum(row) or 1.0) for row in units for unit in row]
         yield "ranks-added", "means of the ranks, summed", means(1)
-        yield "ranks-added", "means over units, summed", summed
         yield "ranks-added", "the mean, times the ranks", mean(ranks)
         again = f"divided by {ranks} a second time"
         yield "world-size-forgotten", f"the mean, {again}", mean(1 / ranks)
@@ -97,15 +94,6 @@ def wrong_weights(units: _Rows, counts: Counts) -> _Variants:
         yield "other-units", own, [math.nan] * len(every)
     else:
         yield "other-units", own, [1 / u / ranks if u else 0.0 for u in every]
-    for name, counted in counts.others.items():
-        by = [count / (sum(row) or 1.0) / ranks for row in counted for count in row]
-        over = [1 / (sum(row) or 1.0) / ranks for row in counted for _ in row]
-        yield "other-units", f"mean losses weighed by {name}", by
-        yield (
-            "other-units",
-            f"sums divided by {name}",
-            [u * o for u, o in zip(every, over, strict=True)],
-        )
     for power in range(6, 25):
         scale = 1 << power
         if scale not in (counts.micro_batches, counts.usual, counts.first):  # else: not divided
@@ -120,7 +108,7 @@ def _of_one_rank(row: Sequence[float], total: float, counts: Counts) -> _Variant
     def means(by: float) -> list[float]:
         return [1 / by] * size
 
-    def mean(times: float = 1.0) -> list[float]:
+    def mean(times: float) -> list[float]:
         return [times * unit / total for unit in row]
 
     nominals = counts.nominals
@@ -147,30 +135,3 @@ def _of_one_rank(row: Sequence[float], total: float, counts: Counts) -> _Variant
             yield "divided-twice", f"mean losses divided by {first}·{second}", means(first * second)
         for times in (count, by):
             yield "divided-twice", f"the mean divided by {times}", mean(1 / times)
-    words = f"by {count} after every backward, with all gradients so far"
-    yield "divided-twice", words, [size ** -float(size - place) for place in range(size)]
-    for key, place in (("only-the-last", -1), ("only-the-first", 0)) if count > 1 else ():
-        kept, unit = place % size, row[place]
-        divided = {f"its mean / {by}": 1 / by for by in (count, *nominals)}
-        alone = {"its mean": 1.0, "its sum": unit, "its share of the units": unit / total}
-        for words, weight in (alone | divided).items():
-            yield key, words, [weight * (at == kept) for at in range(size)]
-    if count > 1:
-        yield from _one_more_or_less(row, total)
-    for words, weights in (("sums", mean()), ("means", means(size))):
-        so_far = [weight * (size - place) for place, weight in enumerate(weights)]
-        yield "counted-twice", f"the {words} so far, added again with every backward", so_far
-
-
-def _one_more_or_less(row: Sequence[float], total: float) -> _Variants:
-    """Yield the weights of a window without its last or first micro-batch, or with it twice."""
-    changes = (("left-out", 0, "others'"), ("counted-twice", 2, "all and its own"))
-    for key, times, rest in changes:
-        for which, place in (("last", -1), ("first", 0)):
-            for over in ("units", "means"):
-                weights = [u / total if over == "units" else 1 / len(row) for u in row]
-                # Without units it has no part in the update: nothing tells if it was left out.
-                weights[place] *= times if row[place] else math.nan
-                yield key, f"the {which}, over all {over}", weights
-                scaled = [weight / (sum(weights) or 1.0) for weight in weights]
-                yield key, f"the {which}, over the {rest} {over}", scaled

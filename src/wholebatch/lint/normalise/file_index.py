@@ -15,6 +15,7 @@ from .syntax import (
     is_call,
     last_part,
     names_in,
+    names_of,
     number,
     text,
 )
@@ -76,7 +77,7 @@ class FileIndex:
     @cached_property
     def names(self) -> frozenset[str]:
         """Return the names in the file."""
-        return names_in(self.tree)
+        return names_of(self.nodes)
 
     @cached_property
     def has_ignored_labels(self) -> bool:

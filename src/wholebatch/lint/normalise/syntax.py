@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeGuard, TypeVar
 
 FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
@@ -121,8 +121,13 @@ def changed(node: _Node, **fields: object) -> _Node:
 
 def names_in(*nodes: ast.AST) -> frozenset[str]:
     """Return the names in code: of variables, attributes, parameters and options; no strings."""
+    return names_of(part for node in nodes for part in ast.walk(node))
+
+
+def names_of(parts: Iterable[ast.AST]) -> frozenset[str]:
+    """Return the names that nodes have themselves."""
     fields = ("id", "attr", "arg", "name")
-    values = {getattr(n, field, None) for node in nodes for n in ast.walk(node) for field in fields}
+    values = {part.__dict__.get(field) for part in parts for field in fields}
     return frozenset(name for name in values if isinstance(name, str))
 
 
@@ -224,5 +229,8 @@ def assigned_names(body: Sequence[ast.AST]) -> set[str]:
             names.update(target_names(node.target))
         elif isinstance(node, ast.withitem) and node.optional_vars is not None:
             names.update(target_names(node.optional_vars))
-        todo += ast.iter_child_nodes(node)
+        # Of expressions, only tests hold assignments that matter: `while batch := next(batches)`.
+        is_test = isinstance(node, (ast.If, ast.While, ast.Compare, ast.BoolOp, ast.BinOp))
+        parts = ast.iter_child_nodes(node)
+        todo += parts if is_test else (p for p in parts if not isinstance(p, ast.expr))
     return names

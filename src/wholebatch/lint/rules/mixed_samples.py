@@ -36,20 +36,25 @@ def batchnorm(file: File) -> Iterator[Report]:
     if not file.accumulating or _is_frozen(file.normal):
         return
     calls = [n for n in file.normal.index.nodes if isinstance(n, ast.Call)]
-    for call in sorted(calls, key=lambda call: (call.lineno, call.col_offset)):
-        handed = [call.func, *values_of(call)] if not is_call(call, "isinstance") else []
-        layer = next((last_part(part) for part in handed if last_part(part) in _LAYERS), "")
-        if not layer and _KNOWN_MODEL.fullmatch(file.normal.index.full_name(call.func)):
-            layer = last_part(call.func)
-        if layer:
-            yield Report(
-                call,
-                f"`{layer}` normalises over each micro-batch, not over the window: the update is "
-                "not that of the whole batch; use GroupNorm, freeze it, or `wb.WholeBatch`'s "
-                "exact one",
-                NOTE,
-            )
-            return  # Once per file, where the layers are created.
+    layers = [(call, layer) for call in calls if (layer := _layer(call, file.normal))]
+    for call, layer in sorted(layers, key=lambda made: made[0].lineno)[:1]:
+        yield Report(
+            call,
+            f"`{layer}` normalises over each micro-batch, not over the window: the update is "
+            "not that of the whole batch; use GroupNorm, freeze it, or `wb.WholeBatch`'s "
+            "exact one",
+            NOTE,
+        )
+
+
+def _layer(call: ast.Call, file: NormalFile) -> str:
+    """Return the layer or network with BatchNorm that a call makes, or ""."""
+    handed = [call.func, *values_of(call)] if not is_call(call, "isinstance") else []
+    layers = [last_part(part) for part in handed if last_part(part) in _LAYERS]
+    if not layers and "models" in text(call.func):
+        known = _KNOWN_MODEL.fullmatch(file.index.full_name(call.func))
+        return last_part(call.func) if known else ""
+    return next(iter(layers), "")
 
 
 def _is_frozen(file: NormalFile) -> bool:

@@ -81,7 +81,7 @@ def _after(window: Window, kind: str) -> list[Event]:
 
 def _is_nominal(window: Window) -> bool:
     return any(
-        window.every_key in {d.key, d.whole} and not varies(d.expr, window.loop, window.file)
+        window.every_key == d.key and not varies(d.expr, window.loop, window.file)
         for _, term in window.terms
         for d in term.divisors
     )

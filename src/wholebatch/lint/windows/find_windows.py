@@ -24,7 +24,6 @@ from .values import integer, iterated
 from .window import Window, is_held, names_behind
 
 _MICRO_NAME = re.compile(r"micro|chunk|split|islice|mini_?batch|sub_?batch|accum", re.I)
-_FETCH = {"next", "get_batch", "next_batch", "sample_batch", "get_next_batch"}
 
 
 @dataclass(eq=False)
@@ -216,10 +215,9 @@ def _repeated(window: Window, iterable: ast.Call) -> Window | None:
     names = f"{text(times)} {shown(source)} {shown(window.loop.target)}"
     if is_accumulation_name(names) or _MICRO_NAME.search(names):
         return window
-    if any(window.every_key in {d.key, d.whole} for _, t in window.terms for d in t.divisors):
-        return window  # The loss is divided by the number of rounds.
-    fetches = any(is_call(e.node, *_FETCH) for e in window.events)
-    return window if window.loop.parents and fetches else None
+    # The loss is divided by the number of rounds.
+    divided = any(window.every_key == d.key for _, t in window.terms for d in t.divisors)
+    return window if divided else None
 
 
 def _times(args: list[ast.expr]) -> ast.expr | None:

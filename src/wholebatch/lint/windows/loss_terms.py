@@ -48,7 +48,6 @@ class Divisor:
     expr: ast.expr
     node: ast.AST
     written: str  # As the source has it.
-    whole: str  # The product that it is a factor of.
     elementwise: bool = False  # Divided before the values are added up, as by a length each.
 
     @property
@@ -158,10 +157,9 @@ class _Tracer:
 
     def _divided(self, term: Term, by: ast.expr, node: ast.AST) -> Term:
         """Return the term with a divisor for each factor: `a / (b * c)` is divided by b and c."""
-        whole = text(strip_casts(by))
         elementwise = not term.reducers.isdisjoint(_REDUCERS)
         divisors = [
-            Divisor(strip_casts(factor), node, _written_divisor(node, factor), whole, elementwise)
+            Divisor(strip_casts(factor), node, _written_divisor(node, factor), elementwise)
             for factor in _factors(by)
         ]
         return replace(term, divisors=(*term.divisors, *divisors))

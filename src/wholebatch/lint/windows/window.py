@@ -177,7 +177,7 @@ class Window:
         """True if a divisor of the loss is the number of micro-batches of a window."""
         if is_accumulation_name(f"{divisor.written} {divisor.key}"):
             return True
-        if self.every_key and self.every_key in {divisor.key, divisor.whole}:
+        if self.every_key and self.every_key == divisor.key:
             return True
         if self.shape not in {"nested", "plain"}:
             return False
@@ -265,9 +265,8 @@ class Window:
             return False
         # `range(0, n, bptt)` goes through the data once, in pieces.
         strides = is_call(over, "range") and len(over.args) == 3
-        if "range(" in spelled and not strides and not any(w in spelled for w in _PER_EPOCH):
-            return False
-        return self.is_per_epoch or not self._is_left()
+        counted = "range(" in spelled and not any(word in spelled for word in _PER_EPOCH)
+        return strides or not counted
 
     @property
     def is_per_epoch(self) -> bool:
@@ -275,14 +274,6 @@ class Window:
         function = self.loop.function
         words = [] if function is None else [function.name, *parameters(function)]
         return bool(self.loop.parents) or any("epoch" in word for word in words)
-
-    def _is_left(self) -> bool:
-        """True if the loop is left after a number of updates, `if step == total: break`."""
-        tests = [n for n in ast.walk(self.loop.node) if isinstance(n, ast.If)]
-        leaving = [t.test for t in tests if any(isinstance(s, ast.Break) for s in t.body)]
-        clocks = [text(t.left) for t in leaving if isinstance(t, ast.Compare)]
-        counted = any(word in clock for clock in clocks for word in ("step", "iter", "update"))
-        return counted or any(isinstance(t, ast.Name) for t in leaving)  # `if stop: break`
 
     def steps_after(self) -> list[Event]:
         """Return the optimizer steps after an inner loop."""
