@@ -229,7 +229,7 @@ def _compute_losses_once(graph: fx.Graph) -> None:
                 graph.erase_node(node)
             elif node < (last := max(node.all_input_nodes, default=node)):
                 last.append(node)
-    _one_after_the_other(graph, sorted(products))
+    _one_after_the_other(graph, sorted(set(products)))
 
 
 def _one_after_the_other(graph: fx.Graph, products: Sequence[fx.Node]) -> None:
