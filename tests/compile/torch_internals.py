@@ -146,9 +146,13 @@ INTERNALS = (
     Internal(
         "torch.optim.optimizer",
         "Optimizer.register_step_post_hook",
-        "hooks run once, not per bucket",
+        "hooks run once, not per bucket, and a step that others look into is refused",
         "optimizer_state='host' fails",
-        ("_optimizer_step_post_hooks",),
+        (
+            "_optimizer_step_post_hooks",
+            "_optimizer_step_pre_hooks",
+            "_global_optimizer_pre_hooks",
+        ),
     ),
 )
 """Every name counts, with or without an underscore: the attributes are those of torch's objects."""
