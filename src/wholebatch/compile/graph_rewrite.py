@@ -53,7 +53,12 @@ class Rewritten:
 
     graph: fx.GraphModule
     casts: tuple[Cast, ...]
-    """The trained parameter and the format of each cast input."""
+    """The trained parameter and the format of each cast."""
+    read: tuple[int, ...]
+    """Which of (casts, buffers) are inputs: not those that only a joined input holds.
+
+    For a compiler, two inputs that share memory would be one, as large as the whole allocation.
+    """
     joined: tuple[tuple[int, ...], ...]
     """For each joined input, which of (casts, buffers) it holds, one behind the other."""
     fused: Mapping[str, int]
@@ -113,9 +118,13 @@ def rewrite(
     graph.lint()
     tail = {node: place for place, node in enumerate((*casts.values(), *buffers))}
     joined = tuple(tuple(tail[number] for number in parts) for parts in shared.joined)
+    read = tuple(place for node, place in tail.items() if node.users)
+    for node in tail:
+        if not node.users:
+            graph.erase_node(node)
     # It keeps the constants that the graph refers to.
     module = fx.GraphModule(traced.graph, graph)
-    return Rewritten(module, tuple(casts), joined, counts | adder.made)
+    return Rewritten(module, tuple(casts), read, joined, counts | adder.made)
 
 
 def _weights(
