@@ -44,7 +44,7 @@ INTERNALS = (
         ),
     ),
     Internal("torch._dispatch.python", "enable_python_dispatcher", "the trace", _EAGER),
-    Internal(_FAKE, "FakeTensorMode", "tensors without numbers", _EAGER, ("FakeTensor",)),
+    Internal(_FAKE, "FakeTensorMode", "tensors without numbers", _EAGER),
     Internal(
         "torch.utils._python_dispatch",
         "TorchDispatchMode",
@@ -115,7 +115,6 @@ INTERNALS = (
         ("_check_tensor_all",),
     ),
     Internal("torch.nn", "Module._apply", "a forward that converts a module is refused", _EAGER),
-    Internal("torch", "Tensor._version", "writes into tensors", _EAGER),
     Internal(
         "torch.fx.experimental.symbolic_shapes",
         "ShapeEnv",
@@ -147,9 +146,13 @@ INTERNALS = (
     Internal(
         "torch.optim.optimizer",
         "Optimizer.register_step_post_hook",
-        "hooks run once, not per bucket",
+        "hooks run once, not per bucket, and a step that others look into is refused",
         "optimizer_state='host' fails",
-        ("_optimizer_step_post_hooks",),
+        (
+            "_optimizer_step_post_hooks",
+            "_optimizer_step_pre_hooks",
+            "_global_optimizer_pre_hooks",
+        ),
     ),
 )
 """Every name counts, with or without an underscore: the attributes are those of torch's objects."""
