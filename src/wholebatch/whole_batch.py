@@ -19,8 +19,7 @@ from wholebatch.loss_functions import LossFunction, check_functions, modules_of
 from wholebatch.losses.coupled import Coupled
 from wholebatch.make_ledger import make_ledger
 from wholebatch.memory.budget import Budget, has_room
-from wholebatch.memory.micro_batch_fitting import Fitting
-from wholebatch.memory.out_of_memory import Attempt
+from wholebatch.memory.micro_batch_fitting import Attempt, Fitting
 from wholebatch.options import (
     BatchNormPolicy,
     Close,
@@ -186,7 +185,6 @@ class WholeBatch(Member):
             memory=memory.budget,
             precision=precision,
             layout=self._layout,
-            scale=target.scale,
             sync=sync,
             is_undivided=self._runner.is_undivided,
             frees_memory=self._runner.frees_memory,
@@ -284,7 +282,7 @@ class WholeBatch(Member):
                 forwards = self._meet_with(len(micros), steps)
             self._test(batch, micros)
             known = self._known_units(micros)
-            attempts: Iterable[Attempt] = [Attempt(micros, inside=self._fitting.inside())]
+            attempts: Iterable[Attempt] = [Attempt(micros, self._fitting.inside())]
             if self._fitting.may_begin_again():
                 attempts = self._fitting.attempts(batch, micros, self._begin_again)
             try:
