@@ -19,7 +19,7 @@ from wholebatch.accumulator import Accumulator
 from wholebatch.errors import UnsupportedError, WindowError
 from wholebatch.options import Close, close_with_only
 from wholebatch.window.close import Handover
-from wholebatch.window.observer import Nobody
+from wholebatch.window.observer import Observer
 from wholebatch.window.precision import LossScale
 from wholebatch.window.window import Step
 
@@ -133,7 +133,7 @@ class HandedOver(Accumulator):
             self._step_hooks.pop().remove()
         self._ledger.hooks.give_back()
         self._functions.clear()  # graphs leave the device's memory
-        self._ledger.observer = Nobody()
+        self._ledger.observer = Observer()
         for policy in self._batchnorms:
             policy.detach()
         for model in self._ledger.target.models:
