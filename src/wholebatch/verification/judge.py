@@ -258,6 +258,10 @@ def _unexplained(trial: LoopTrial, weights: Weights, ranks: Ranks, counts: Count
             return trial.with_answer(DIFFERENT, findings=[Finding("other-units", variant)])
         total = sum(reading.units)
         times = [w * total / u for w, u in zip(reading.weights, reading.units, strict=True) if u]
+        gone = [str(i) for i, number in enumerate(times, start=1) if abs(number) < SAME_WEIGHT]
+        if gone:
+            lost = Finding("left-out", f"number {', '.join(gone)} of {len(times)} does not count")
+            return trial.with_answer(DIFFERENT, findings=[lost])
         shown = ", ".join(f"{number:.3g}" for number in times[:8]) + ", ..." * (len(times) > 8)
         reason = f"the micro-batches count {shown} times as much as they must; cause not known"
         return trial.with_answer(NOT_JUDGED, f"{reason}: use wb.verify")
