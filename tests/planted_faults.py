@@ -284,8 +284,8 @@ FAULTS = (
         "counted-labels-trimmed",
         (
             (
-                "    if is_cut and not by.trim and not _is_padding_beyond(ends, leaves):",
-                "    if is_cut and not by.trim and not ends:",
+                "    if not by.trim and not _is_padding_beyond(ends, leaves):",
+                "    if not by.trim and not ends:",
             ),
         ),
         BATCH,

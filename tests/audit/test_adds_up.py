@@ -15,8 +15,6 @@ from torch.nn import functional as F
 import wholebatch as wb
 from tests.support import grouped, mlp, samples, sgd
 from wholebatch.audit.adds_up import check_adds_up
-from wholebatch.audit.finding import refuse
-from wholebatch.audit.gradient_digests import gap_of
 from wholebatch.batch.samples import layout_of
 
 SIZES = [(8, 20), (4, 10), (2, 7)]  # of the micro-batch, of the batch
@@ -89,7 +87,7 @@ def centred_gradient(model: Any, micro: Any) -> wb.Loss:
     return wb.cross_entropy(logits, micro["y"])
 
 
-COUPLES = r"(?s)the loss of some samples is .* move that part into wb.Coupled\(encode, loss\)"
+COUPLES = r"the loss of \d+ samples is .*use wb.Coupled\(encode, loss\)"
 CASES: dict[str, Case] = {
     "contrast": (contrast, wb.errors.UnsupportedError, COUPLES),
     "contrast, Loss": (contrast_sum, wb.errors.UnsupportedError, COUPLES),
@@ -110,12 +108,12 @@ CASES: dict[str, Case] = {
     "a clipped gradient": (
         clipped,
         wb.errors.UnsupportedError,
-        "If a hook on a tensor or module",
+        "a hook on a tensor or module",
     ),
     "a gradient that mixes": (
         centred_gradient,
         wb.errors.UnsupportedError,
-        r"(?s)its gradient is not: at parameter .* normalises or counts the samples",
+        r"its gradient is not: at parameter .* depends on the batch",
     ),
 }
 
@@ -140,17 +138,6 @@ def test_each_cause_is_named_before_anything_moves(name: str, dtype: torch.dtype
     assert (
         wb.WholeBatch(model, sgd(model), **grouped(options)).step(samples(40, dtype=dtype)).update
     )
-
-
-def test_rounding_of_a_large_sum_is_no_gap() -> None:
-    """Liger's fused loss adds a weight's gradient in 16 bit: 0.4% of a sum of 116 norms is lost."""
-
-    def digest(*sums: float) -> Tensor:
-        return torch.tensor([[*sums, 1.0]], dtype=torch.float64)
-
-    assert gap_of(digest(0.0, 0.0, 116.0), [digest(0.0, 0.0, 115.5)], 5e-2) is None
-    assert gap_of(digest(0.0, 0.0, 116.0), [digest(0.0, 0.0, 58.0)], 5e-2) == (0, 0.5)
-    assert gap_of(digest(0.5, 0.0, 116.0), [digest(0.0, 0.0, 116.0)], 5e-2) == (0, 0.5)
 
 
 def test_what_is_added_once_per_micro_batch_is_named_with_its_amount() -> None:
@@ -187,7 +174,7 @@ def test_a_term_that_does_not_add_up_is_found_among_others() -> None:
 
     model = mlp()
     train = wb.WholeBatch(model, sgd(model), loss=terms, units=units, micro_batch=8)
-    with pytest.raises(wb.errors.UnsupportedError, match="the loss of some samples is"):
+    with pytest.raises(wb.errors.UnsupportedError, match="do not add up to the batch"):
         train.step(samples(20))
 
 
@@ -230,34 +217,6 @@ def test_rounding_that_a_deep_network_amplifies_is_no_mistake() -> None:
     wb.WholeBatch(model, sgd(model), loss=by_label, **options).step(batch)
 
 
-def test_a_norm_that_needs_two_samples_is_refused_where_parts_have_one() -> None:
-    class Own(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return (x - x.mean(0)) / (x.std(0) + 1.0) if self.training else x
-
-    model = nn.Sequential(nn.Linear(5, 8), Own(), nn.Dropout(0.5), nn.Linear(8, 3)).double()
-    loss = lambda m, b: wb.cross_entropy(m(b["x"]), b["y"])  # noqa: E731
-    for micro_batch, size in SIZES:
-        train = wb.WholeBatch(model, sgd(model), loss=loss, micro_batch=micro_batch)
-        with pytest.raises(
-            wb.errors.UnsupportedError, match=r"is not finite for a part|the loss of some samples"
-        ):
-            train.step(samples(size))
-
-
-def test_a_batch_that_memory_cuts_is_looked_at_when_it_is_cut() -> None:
-    def limited(model: nn.Module, micro: Any) -> wb.Loss:
-        if len(micro["y"]) > 12:
-            raise torch.OutOfMemoryError("tried to allocate")
-        return contrast(model, micro)
-
-    model = mlp()
-    train = wb.WholeBatch(model, sgd(model), loss=limited, micro_batch=20)
-    with pytest.raises(wb.errors.UnsupportedError, match="move that part into wb"):
-        train.step(samples(20))
-    assert train.updates == 0
-
-
 def test_samples_without_units_are_looked_at_in_a_later_window() -> None:
     def loss(model: nn.Module, micro: Any) -> wb.Loss:
         return wb.cross_entropy(model(micro["x"]) - model(micro["x"]).mean(0), micro["y"])
@@ -267,7 +226,7 @@ def test_samples_without_units_are_looked_at_in_a_later_window() -> None:
     ignored = {**batch, "y": torch.full((20,), -100)}
     ignored["y"][11] = 1  # not among the samples that the first test takes
     assert train.step(ignored).update == 1
-    with pytest.raises(wb.errors.UnsupportedError, match="the loss of some samples"):
+    with pytest.raises(wb.errors.UnsupportedError, match="do not add up to the batch"):
         train.step(batch)
 
 
@@ -302,7 +261,7 @@ def test_a_mean_over_other_units_is_found_wherever_the_ignored_labels_are(
     start = copy.deepcopy(model.state_dict())
     with pytest.raises(
         (wb.errors.UnsupportedError, wb.errors.LossError, UserWarning),
-        match=r"(?s)units may count something else.* wb\.Loss\.terms|of this loss do not follow",
+        match=r"may count something else.* wb\.Loss\.terms|of this loss do not follow",
     ):
         for _ in range(8):  # Later windows are tested on whole micro-batches.
             train.step(batch)
@@ -314,26 +273,6 @@ def test_a_mean_over_other_units_is_found_wherever_the_ignored_labels_are(
     wb.WholeBatch(model, sgd(model), loss=right, micro_batch=micro_batch).step(batch)
     for one, other in zip(model.parameters(), whole.parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
-
-
-def test_the_entry_for_other_doors() -> None:
-    """A function of theirs, a micro-batch, and the way in which theirs is turned off."""
-    model = mlp()
-    look = check_adds_up(
-        model, lambda few: contrast(model, few), layout_of(samples(8)), name="training_step"
-    )
-    assert look.conclusive
-    with pytest.raises(wb.errors.UnsupportedError, match=r"(?s)training_step.*Trainer\(look=False"):
-        refuse(look.findings, off="Trainer(look=False)")
-    fine = check_adds_up(
-        model, lambda few: wb.cross_entropy(model(few["x"]), few["y"]), layout_of(samples(8))
-    )
-    refuse(fine.findings)
-    with pytest.raises(wb.errors.UnsupportedError, match="found on another rank"):
-        refuse(fine.findings, on_another_rank=True)
-    assert not check_adds_up(
-        model, lambda few: contrast(model, few), layout_of(samples(1))
-    ).conclusive
 
 
 @pytest.mark.parametrize("count", [2, 3, 4, 5, 6, 7, 8, 16])

@@ -77,15 +77,15 @@ class Teacher:
 MISTAKES: dict[str, tuple[Callable[[], LossOf], str]] = {
     "a token mean with the samples as units": (
         lambda: token_mean,
-        "the units may count something else|units of this loss do not follow",
+        "may count something else|units of this loss do not follow",
     ),
     "a term of a rare class": (
         lambda: rare_class,
-        "compares samples|the units may count something else|units of this loss do not follow",
+        "compares samples|may count something else|units of this loss do not follow",
     ),
     "flooding": (
         lambda: flooding,
-        "compares samples|the units may count something else|units of this loss do not follow",
+        "compares samples|may count something else|units of this loss do not follow",
     ),
     "a teacher moved by every micro-batch": (
         Teacher,
@@ -123,49 +123,3 @@ def test_a_late_mistake_is_refused(run: Any, mistake: str) -> None:
     with pytest.raises((LossError, UnsupportedError, UserWarning), match=message):
         run(make(), seen)
     assert seen[-1] in (2, 4, 8)
-
-
-def ignoring(model: nn.Module, micro: Batch) -> Tensor:
-    """Return a mean over the labels that are not ignored; the first window ignores none."""
-    return F.cross_entropy(model(micro["x"]), micro["y"].where(micro["y"] < 2, -100))
-
-
-def as_mean(loss: LossOf) -> Callable[[nn.Module, Batch], Tensor]:
-    def mean_of(model: nn.Module, micro: Batch) -> Tensor:
-        made = loss(model, micro)
-        return made.total / made.units
-
-    return mean_of
-
-
-IN_TRAINER: dict[str, Callable[[], Any]] = {
-    "a mean over labels with the samples as units": lambda: ignoring,
-    "a term of a rare class": lambda: as_mean(rare_class),
-    "flooding": lambda: as_mean(flooding),
-    "a teacher moved by every micro-batch": lambda: as_mean(Teacher()),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("mistake", IN_TRAINER)
-def test_a_late_mistake_is_refused_in_the_trainer(mistake: str) -> None:
-    transformers = pytest.importorskip("transformers")
-    from tests.integrations.loops import in_transformers
-
-    begun: list[int] = []
-
-    class Count(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
-        def on_step_begin(self, *_: Any, **__: Any) -> None:
-            begun.append(1)
-
-    model = mlp()
-    micros = [
-        {name: micro[name] for name in ("x", "y")}
-        for number in range(1, 9)
-        for micro in pieces(window(number), [MICRO] * STEPS)
-    ]
-    loss = IN_TRAINER[mistake]()
-    with pytest.raises((LossError, UnsupportedError), match="cannot give the update"):
-        in_transformers(model, sgd(model), micros, STEPS, loss, callbacks=[Count()])
-    assert len(begun) in (2, 4, 8)

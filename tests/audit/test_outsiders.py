@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -92,27 +90,6 @@ def test_a_call_for_each_task_is_right() -> None:
     assert off(backward, loss(torch.cat(tasks)), model, tasks) < 1e-12
 
 
-@pytest.mark.filterwarnings("ignore:this loss links 3 of the 3 rows")  # three lists, one of 3 rows
-@pytest.mark.parametrize("sizes", [[(3, 5), (2,)], [(4, 1), (3, 3, 2)], [(3, 3), (1, 1)]])
-def test_a_call_for_each_ranked_list_is_right(sizes: Any) -> None:
-    model = net()
-    torch.manual_seed(4)
-    data = [[torch.randn(n, 4).double() for n in micro] for micro in sizes]
-
-    def loss(lists: list[Tensor]) -> Tensor:
-        losses = [
-            -logits(model, x)[:, 0].log_softmax(0)[0] + logits(model, x).square().mean()
-            for x in lists
-        ]
-        return torch.stack(losses).sum()
-
-    def backward(acc: Any, model: nn.Module, lists: list[Tensor]) -> None:
-        acc.backward(loss(lists), units=len(lists))
-
-    every = [one for micro in data for one in micro]
-    assert off(backward, loss(every) / len(every), model, data) < 1e-12
-
-
 def test_attention_over_each_bag_is_right() -> None:
     """One model is called once for all bags, the other for each."""
     torch.manual_seed(5)
@@ -164,39 +141,6 @@ def test_a_reentrant_checkpoint_is_named() -> None:
     acc.discard()
 
 
-class NormWithBuffers(nn.Module):
-    """A BatchNorm whose running statistics are arguments."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.out = nn.Linear(4, 3, dtype=torch.float64)
-
-    def forward(self, x: Tensor, mean: Tensor, var: Tensor) -> Tensor:
-        return F.batch_norm(self.out(x), mean, var, training=True)
-
-
-@pytest.mark.parametrize("rows", [2, 3, 5])
-def test_the_test_of_a_call_leaves_its_arguments(rows: int) -> None:
-    acc, [(x, y)] = wb.Accumulator(model := NormWithBuffers(), None, steps=2), samples(rows)
-    mean, var = torch.zeros(3).double(), torch.ones(3).double()
-    right = NormWithBuffers()
-    right.load_state_dict(model.state_dict())
-    wanted = torch.zeros(3).double()
-    right(x, wanted, torch.ones(3).double())
-    acc.backward(mean=F.cross_entropy(model(x, mean, var), y), units=rows)
-    assert torch.equal(mean, wanted)
-    acc.discard()
-
-
-def test_units_of_a_mean_are_compared_with_what_a_scaled_sum_is_divided_by() -> None:
-    acc = wb.Accumulator(model := net(), None, steps=2)
-    (x, y), (x2, y2) = samples(5, 3)
-    acc.backward(mean=(logits(model, x) - 1).square().sum() * 3.0 / len(y), units=1)
-    mean = (logits(model, x2) - 1).square().sum() * 3.0 / len(y2)
-    with pytest.warns(UserWarning, match="the units of this loss do not follow"):
-        acc.backward(mean=mean, units=1)
-
-
 class OfGraphs(nn.Module):
     """One logit for each node, from its neighbours: `edges` are two rows of node numbers."""
 
@@ -228,46 +172,6 @@ def test_a_graph_of_two_nodes_is_no_batch_of_two_samples(way: str) -> None:
     assert off(backward, mean, model, data) < 1e-12
 
 
-def token_loss(model: nn.Module, micro: tuple[Tensor, Tensor]) -> Tensor:
-    return F.cross_entropy(logits(model, micro[0]).flatten(0, 1), micro[1].flatten())
-
-
-def test_an_error_that_does_not_come_again_is_raised_as_it_is() -> None:
-    calls = []
-
-    def loss(model: nn.Module, micro: tuple[Tensor, Tensor]) -> wb.Loss:
-        calls.append(1)
-        if len(calls) == 2:
-            raise OSError("disk quota exceeded")
-        return wb.cross_entropy(logits(model, micro[0]), micro[1])
-
-    [batch] = samples(7)
-    train = wb.WholeBatch(net(), None, loss=loss, micro_batch=2, execute="eager")
-    with pytest.raises(OSError, match="disk quota exceeded"):
-        train.gradient(batch)
-    assert train.gradient(batch).units == 7
-
-
-def test_a_loop_left_by_next_ends_with_the_program() -> None:
-    program = """
-import torch, wholebatch as wb
-model = torch.nn.Linear(2, 1)
-acc = wb.Accumulator(model, torch.optim.SGD(model.parameters(), lr=0.1), steps=2)
-items = iter(acc.over([torch.ones(2, 2)] * 3))
-for _ in range(3):
-    acc.backward(model(next(items)).sum(), units=2)
-"""
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert (ended.returncode, "Error" in ended.stderr) == (0, False), ended.stderr
-
-
-def test_weights_of_16_bit_are_summed_in_float32() -> None:
-    weight = torch.tensor([0.3, 1.0, 2.0], dtype=torch.bfloat16)
-    y = torch.arange(3).repeat(40)
-    whole = wb.cross_entropy(torch.zeros(120, 3, requires_grad=True), y, weight=weight)
-    assert float(whole.units) == pytest.approx(40 * float(weight.double().sum()), rel=1e-6)
-
-
 @pytest.mark.parametrize("beyond", [True, False])
 def test_targets_beyond_the_mask_are_trained(beyond: bool) -> None:
     """From the second window on, in which no test compares the padded with the trimmed."""
@@ -285,10 +189,7 @@ def test_targets_beyond_the_mask_are_trained(beyond: bool) -> None:
         mask = torch.ones_like(ids)
         mask[:, 4:], mask[2, 2:] = 0, 0
         targets = ids.roll(-1, 1) if beyond else ids.roll(-1, 1).masked_fill(mask == 0, -100)
-        positions = torch.arange(6).expand(4, 6)
-        lengths = (mask.cumsum(1) - 1).clamp(min=0)
-        given = {"input_ids": ids * mask, "attention_mask": mask, "targets": targets}
-        return {**given, "positions": positions, "lengths": lengths}
+        return {"input_ids": ids * mask, "attention_mask": mask, "targets": targets}
 
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     tokens = wb.tokens(12)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import wholebatch as wb
-from tests.support import EXACT, Whole, distance, loss, mean, samples, sgd
+from tests.support import EXACT, Whole, distance, loss, samples, sgd
 from wholebatch.audit.layers import layers_by_type
 
 
@@ -35,14 +35,6 @@ class Net(nn.Module):
         self.calls += 1
         logits: Tensor = self.last(self.inside(self.drop(self.first(x))))
         return logits
-
-
-def test_it_may_be_trained_knowingly_or_undivided() -> None:
-    model = Net(Centred()).double()
-    train = wb.WholeBatch(model, sgd(model), loss=loss, micro_batch=4, audit=False)
-    assert train.step(samples(10)).update == 1
-    model = Net(Centred()).double()
-    assert wb.WholeBatch(model, sgd(model), loss=loss, micro_batch=10).step(samples(10)).update == 1
 
 
 def test_what_the_test_runs() -> None:
@@ -88,17 +80,6 @@ def test_random_numbers_are_held_and_state_of_the_function_is_told() -> None:
         train.step(samples(10))
 
 
-def test_a_ready_loss_of_the_whole_batch_is_refused_of_a_part() -> None:
-    def contrast(model: nn.Module, micro: Any) -> wb.Loss:
-        return wb.losses.clip_loss(model(micro["x"]), micro["x"][:, :3])
-
-    model = nn.Linear(5, 3).double()  # all layers are PyTorch's own: not probed
-    assert wb.WholeBatch(model, sgd(model), loss=contrast, micro_batch=8).step(samples(8)).update
-    train = wb.WholeBatch(model, sgd(model), loss=contrast, micro_batch=4)
-    with pytest.raises(wb.errors.LossError, match=r"Use loss=wb\.Coupled"):
-        train.step(samples(8))
-
-
 def test_a_batchnorm_beside_the_model_is_refused_until_it_is_part_of_it() -> None:
     teacher = nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3)).double().requires_grad_(False)
 
@@ -122,29 +103,6 @@ def test_a_batchnorm_beside_the_model_is_refused_until_it_is_part_of_it() -> Non
     both.step(samples(10))
     whole.assert_same(model)
     assert distance([teacher[1].running_var], [copied[1].running_var]) <= EXACT
-
-
-def test_lazy_batchnorms_are_exact_once_they_are_there() -> None:
-    torch.manual_seed(3)
-    model = nn.Sequential(nn.Linear(5, 8), nn.LazyBatchNorm1d(dtype=torch.float64), nn.Linear(8, 3))
-    model = model.double()
-    with torch.no_grad():
-        model(samples(3)["x"])
-    whole = Whole(model, loss=mean)
-    train = wb.WholeBatch(model, sgd(model), loss=loss, micro_batch=4)
-    whole.step(samples(10))
-    train.step(samples(10))
-    whole.assert_same(model)
-    assert (
-        distance([b.double() for b in model.buffers()], [b.double() for b in whole.model.buffers()])
-        <= EXACT
-    )
-
-
-def test_lazy_layers_without_weights_are_refused() -> None:
-    model = nn.Sequential(nn.Linear(5, 8), nn.LazyBatchNorm1d(), nn.Linear(8, 3)).double()
-    with pytest.raises(wb.errors.UnsupportedError, match="run one batch through the model first"):
-        wb.WholeBatch(model, sgd(model), loss=loss, micro_batch=4)
 
 
 def test_spectral_normalisation_is_told(caplog: pytest.LogCaptureFixture) -> None:

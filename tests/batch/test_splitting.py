@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from wholebatch.batch import split, to_device
-from wholebatch.batch.samples import layout_of
 from wholebatch.errors import OptionError, SplitError
 
 
@@ -57,24 +56,6 @@ class Derived:
 
     def __post_init__(self) -> None:
         self.doubled = self.x * 2
-
-
-class Encoding(collections.UserDict):  # type: ignore[type-arg]
-    """Keeps what Hugging Face's BatchEncoding keeps: items, and encodings beside them."""
-
-    def __init__(self, data: dict[str, Any], encodings: list[Any] | None = None) -> None:
-        super().__init__(data)
-        self._encodings = encodings
-        self._n_sequences = 1
-
-    def __getitem__(self, item: Any) -> Any:
-        return self.data[item] if isinstance(item, str) else self._encodings[item]  # type: ignore[index]
-
-    def __getattr__(self, item: str) -> Any:
-        try:
-            return self.data[item]
-        except KeyError:
-            raise AttributeError(item) from None
 
 
 class OwnMapping(MutableMapping[str, Any]):
@@ -160,7 +141,6 @@ SPLIT_LEAVES: list[Build] = [
     lambda rows: _ids(rows, 7),
     lambda rows: _ids(rows, 2, 3),
     lambda rows: _ids(rows, 3, 2).transpose(1, 2),
-    lambda rows: _ids(rows, 4).to_sparse(),
     lambda rows: np.array(rows),
     lambda rows: np.array(rows, dtype=object),
     lambda rows: [f"sample {row}" for row in rows],
@@ -221,17 +201,6 @@ def test_every_micro_batch_is_the_batch_of_its_samples(
         assert_same(micro, build(chunk))
 
 
-@given(inner=NESTED, samples=st.integers(5, 12), keep=st.integers(1, 12))
-def test_the_first_samples_of_a_layout(inner: Build, samples: int, keep: int) -> None:
-    def build(rows: list[int]) -> Any:
-        return [_ids(rows, 3), inner(rows)]
-
-    keep = min(keep, samples)
-    rows = list(range(samples))
-    layout = layout_of(build(rows), batch_size=samples)
-    assert_same(layout.take(slice(keep)), build(rows[:keep]))
-
-
 def test_samples_are_views_and_other_leaves_the_same_objects() -> None:
     x, array, weights, note = torch.randn(7, 3), np.zeros((7, 2)), torch.ones(1, 10), object()
     batch = {"x": x, "array": array, "aux": {"weights": weights, "note": note}}
@@ -242,41 +211,6 @@ def test_samples_are_views_and_other_leaves_the_same_objects() -> None:
         assert micro["array"].base is array
         assert micro["aux"]["weights"] is weights
         assert micro["aux"]["note"] is note
-
-
-def test_a_micro_batch_can_be_changed_without_changing_the_others() -> None:
-    batch = {"x": torch.ones(4), "y": torch.ones(4), "aux": {"a": 1}, "tags": ["u", "v", "w"]}
-    first, second = split(batch, 2)
-    first["aux"].pop("a")
-    first["tags"].clear()
-    first["extra"] = 1
-    assert second["aux"] == batch["aux"] == {"a": 1}
-    assert second["tags"] == batch["tags"] == ["u", "v", "w"]
-    assert "extra" not in second
-    assert "extra" not in batch
-
-
-def test_gradients_flow_through_a_micro_batch() -> None:
-    x = torch.randn(5, 2, dtype=torch.float64, requires_grad=True)
-    for micro in split({"x": x}, 2):
-        (micro["x"] ** 3).sum().backward()
-    torch.testing.assert_close(x.grad, 3 * x.detach() ** 2, rtol=1e-12, atol=0)
-
-
-def test_encodings_beside_the_items_of_a_user_dict_are_split_along() -> None:
-    batch = Encoding({"input_ids": torch.arange(6).view(3, 2)}, ["e0", "e1", "e2"])
-    first, second = split(batch, 2)
-    assert type(first) is type(second) is Encoding
-    assert (first._encodings, second._encodings) == (["e0", "e1"], ["e2"])
-    assert first[1] == "e1"
-    assert second.input_ids.tolist() == [[4, 5]]
-    assert first._n_sequences == 1
-    assert batch._encodings == ["e0", "e1", "e2"]
-
-
-def test_a_default_dict_keeps_its_default() -> None:
-    batch = collections.defaultdict[str, Any](list, x=torch.arange(4))
-    assert split(batch, 2)[1].default_factory is list
 
 
 def test_a_dataclass_keeps_fields_without_init_and_stays_frozen() -> None:
@@ -295,13 +229,6 @@ def test_a_mapping_whose_copy_shares_its_items_is_refused_and_left_as_it_was() -
     with pytest.raises(SplitError, match=r"OwnMapping: its copy.copy\(\) shares its items"):
         split(batch, 2)
     assert batch["x"] is x
-
-
-def test_a_result_of_torch_keeps_its_type() -> None:
-    batch = torch.arange(12.0).view(4, 3).max(dim=1)
-    micro = split(batch, 3)[1]
-    assert type(micro) is type(batch)
-    assert (micro.values.item(), micro.indices.item()) == (11.0, 2)
 
 
 @pytest.mark.parametrize("size", [0, -1, 2.5, True, "x", None, "auto"])
@@ -340,13 +267,6 @@ def _devices(node: Any) -> set[str]:
         return set().union(*map(_devices, node))
     fields = getattr(node, "__dataclass_fields__", ())
     return set().union(*(_devices(getattr(node, name)) for name in fields))
-
-
-def test_to_device_moves_a_packed_sequence_whole() -> None:
-    packed = torch.nn.utils.rnn.pack_sequence([torch.ones(3), torch.ones(2)])
-    moved = to_device([packed], "meta")[0]
-    assert type(moved) is type(packed)
-    assert moved.data.device.type == "meta"
 
 
 @pytest.mark.gpu

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,8 +16,7 @@ from torch.utils.data import (
     RandomSampler,
 )
 
-from wholebatch.batch.lookahead_loader import Unpadded, generators_of, unpadded
-from wholebatch.errors import UnsupportedError
+from wholebatch.batch.lookahead_loader import generators_of, unpadded
 
 
 class Rows(torch.utils.data.Dataset[dict[str, Any]]):
@@ -67,18 +65,6 @@ def test_over_all_ranks_each_sample_is_seen_once(
     assert sorted(seen) == list(range(size))
 
 
-@given(size=st.integers(1, 40), ranks=st.integers(1, 9), batch_size=st.integers(1, 7))
-def test_batches_that_the_loader_drops_stay_dropped(size: int, ranks: int, batch_size: int) -> None:
-    seen: list[int] = []
-    for loader in loaders(size, ranks, batch_size, drop_last=True, shuffle=False):
-        clean = unpadded(loader)
-        batches = list(clean)
-        assert len(batches) == len(clean)  # type: ignore[arg-type]
-        assert len(batches) <= len(loader)
-        seen += [i for batch in batches for i in batch["id"].tolist()]
-    assert len(set(seen)) == len(seen)
-
-
 def test_a_loader_that_resumes_by_itself_says_where_it_starts() -> None:
     *_, last = loaders(9, 2, 2, shuffle=False)  # rank 1 of 2: 1 3, 5 7, and 0 again
     assert [b["id"].tolist() for b in unpadded(last)] == [[1, 3], [5, 7]]
@@ -102,17 +88,6 @@ def test_a_static_leaf_is_not_dropped_with_the_repeat() -> None:
     loader = DataLoader(rows, batch_size=3, sampler=sampler, collate_fn=collate)
     (batch,) = unpadded(loader, static="weights")
     assert (batch["id"].tolist(), len(batch["weights"])) == ([1, 3], 3)
-
-
-def test_a_given_batch_sampler_is_understood() -> None:
-    rows = Rows(5)
-    seen = []
-    for rank in range(3):
-        sampler = DistributedSampler(rows, 3, rank)  # type: ignore[var-annotated]
-        clean = unpadded(DataLoader(rows, batch_sampler=BatchSampler(sampler, 2, False)))
-        assert clean.sampler is sampler if isinstance(clean, Unpadded) else rank < 2
-        seen += [i for batch in clean for i in batch["id"].tolist()]
-    assert sorted(seen) == list(range(5))
 
 
 class Stream(IterableDataset[int]):
@@ -145,19 +120,6 @@ class OwnOrder(DistributedSampler[Any]):
 class OwnBatches(BatchSampler):
     def __iter__(self) -> Iterator[list[int]]:
         return iter(list(super().__iter__())[::-1])
-
-
-def test_repeats_that_cannot_be_found_are_refused() -> None:
-    rows = Rows(5)
-    sampler = DistributedSampler(rows, 2, 1)  # type: ignore[var-annotated]
-    with pytest.raises(UnsupportedError, match=r"DataLoader with batch_size=None does not say"):
-        unpadded(DataLoader(rows, batch_size=None, sampler=sampler))
-    with pytest.raises(UnsupportedError, match=r"DataLoader with OwnBatches does not say"):
-        unpadded(DataLoader(rows, batch_sampler=OwnBatches(sampler, 2, False)))
-    with pytest.raises(
-        UnsupportedError, match=r"OwnOrder repeats samples .* and does not say which"
-    ):
-        unpadded(DataLoader(rows, batch_size=2, sampler=OwnOrder(rows, 2, 1)))
 
 
 def test_generators_of_a_loader_and_of_its_samplers() -> None:

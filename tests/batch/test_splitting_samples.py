@@ -71,22 +71,6 @@ def test_the_number_of_samples(batch: Any, size: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "batch",
-    [
-        {"images": images(4)},
-        {"views": [x32, x32.clone()]},
-        {"inputs": [x32, torch.ones(32, dtype=torch.long)]},
-        [(image, 5) for image in images(6)],
-    ],
-)
-def test_only_lists_ask_for_the_batch_size(batch: Any) -> None:
-    with pytest.raises(SplitError, match="the number of samples is not known") as caught:
-        split(batch, 2)
-    advice = "micro_batch=wb.samples(..., batch_size=lambda batch: ...) in WholeBatch"
-    assert advice in str(caught.value)
-
-
-@pytest.mark.parametrize(
     ("batch", "message"),
     [
         ({"x": torch.ones(100, 2), "y": torch.ones(99)}, "'x' has 100 rows, and 'y' has 99: each"),
@@ -104,14 +88,12 @@ def test_a_tensor_with_other_rows_is_refused(batch: Any, message: str) -> None:
 
 def test_the_advice_about_other_rows_works() -> None:
     batch = {"x": x32, "w": torch.ones(10)}
-    with pytest.raises(SplitError, match=r"collate_fn.*If 'w' is not a value per sample") as caught:
+    with pytest.raises(SplitError, match=r"one row for each sample.*static='w'"):
         split(batch, 2)
-    advice = "micro_batch=wb.samples(..., static='w') in WholeBatch, static='w' in wb.split"
-    assert str(caught.value).endswith(advice)
     micro_batches = split(batch, 20, static="w")
     assert [len(micro["x"]) for micro in micro_batches] == [20, 12]
     assert all(micro["w"] is batch["w"] for micro in micro_batches)
-    with pytest.raises(SplitError, match="batch_size=32, and 'w' has 10"):
+    with pytest.raises(SplitError, match="batch_size= says 32 rows, and 'w' has 10"):
         split(batch, 20, batch_size=32)
     assert [len(m["w"]) for m in split(batch, 6, batch_size=10, static="x")] == [6, 4]
     shared = {"x": x32, "position": torch.ones(1, 10)}
@@ -173,30 +155,11 @@ def test_a_static_name_that_does_not_exist_is_refused() -> None:
         split(batch, 2, static=[3])  # type: ignore[list-item]
 
 
-@pytest.mark.parametrize("size", [0, -3, 2.0, True, "x"])
-def test_an_impossible_batch_size_is_refused(size: Any) -> None:
-    with pytest.raises(OptionError, match=r"batch_size=.*: must be a positive number of samples"):
-        split({"x": torch.ones(4)}, 2, batch_size=size)
-
-
-def test_a_batch_size_that_no_leaf_has_is_refused() -> None:
-    with pytest.raises(SplitError, match=r"batch_size=5, and 'x' has 4"):
-        split({"x": torch.ones(4)}, 2, batch_size=5)
-
-
-@pytest.mark.parametrize(
-    "batch", [torch.ones(0, 3), {"x": torch.ones(0), "y": torch.ones(0)}, [], np.zeros((0, 2))]
-)
-def test_zero_samples_are_refused(batch: Any) -> None:
-    with pytest.raises(SplitError, match="the batch has no samples"):
-        split(batch, 2)
-
-
 @pytest.mark.parametrize("kind", ["DataLoader", "generator"])
 def test_a_loader_in_place_of_a_batch_is_refused(kind: str) -> None:
     loader = DataLoader(TensorDataset(x32), batch_size=8)
     given = loader if kind == "DataLoader" else (batch for batch in loader)
-    with pytest.raises(SplitError, match=f"is a {kind}, and step.* for batch in loader: train"):
+    with pytest.raises(SplitError, match=f"a {kind}.*of a loader, each batch"):
         split(given, 2)
 
 
@@ -214,7 +177,7 @@ def test_what_cannot_be_split_is_refused_by_name_unless_it_is_static() -> None:
         "PackedSequence": torch.nn.utils.rnn.pack_sequence(parts),
         r"nested \(jagged\) tensor": torch.nested.nested_tensor(parts, layout=torch.jagged),
         r"nested \(jagged\) tensor,": torch.nested.nested_tensor(parts),
-        "layout torch.sparse_csr": torch.eye(2).to_sparse_csr(),
+        "torch.sparse_csr tensor": torch.eye(2).to_sparse_csr(),
     }
     for message, leaf in refused.items():
         for batch in ({"y": torch.ones(2), "x": leaf}, {"y": torch.ones(2), "x": [leaf]}):
@@ -223,5 +186,5 @@ def test_what_cannot_be_split_is_refused_by_name_unless_it_is_static() -> None:
             assert "'x" in str(caught.value)
         micro = split({"y": torch.ones(2), "x": leaf}, 1, static="x")[0]
         assert micro["x"] is leaf
-        with pytest.raises(SplitError, match=f"the batch .* {message}|the batch has the layout"):
+        with pytest.raises(SplitError, match=f"the batch .* {message}"):
             split(leaf, 1)

@@ -72,7 +72,7 @@ def test_a_smaller_micro_batch_needs_less_memory_than_predicted_for_the_whole(
 def test_micro_batches_by_a_budget_of_tokens(
     command: Command, recipe: Write, tmp_path: Path
 ) -> None:
-    text = EXACT + "\ndef tokens(budget):\n    return wb.tokens(budget, sort=False)\n"
+    text = EXACT + "\ndef tokens(budget):\n    return wb.tokens(budget, multiple=1)\n"
     ran = command("train", recipe(text), "--micro-batch", "20 tokens", "--out", "here")
     assert ran.status == 0, ran.err
     assert "10 samples an update, in micro-batches of 20 tokens" in ran.out

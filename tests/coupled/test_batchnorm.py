@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from wholebatch.coupled.batchnorm.policies import choose
-from wholebatch.coupled.normalisation_layers import fixed_statistics, tracked_instance_norms
-from wholebatch.errors import OptionError, UnsupportedError
+from wholebatch.coupled.normalisation_layers import fixed_statistics
+from wholebatch.errors import UnsupportedError
 
 
 def data(size: int = 10, seed: int = 0) -> Tensor:
@@ -43,20 +43,6 @@ def test_freeze_leaves_forward_as_found() -> None:
     assert model[1].num_batches_tracked == 1
 
 
-@pytest.mark.parametrize("first", [0, 1])
-def test_a_layer_is_frozen_as_long_as_one_policy_lives(first: int) -> None:
-    model = first_layer()
-    policies = [choose("freeze", model), choose("freeze", model)]
-    policies.pop(first).detach()
-    model(data())
-    assert model[1].num_batches_tracked == 0
-    copied = copy.deepcopy(model)
-    policies.clear()
-    assert "forward" not in vars(model[1])
-    copied(data())
-    assert copied[1].num_batches_tracked == 0, "the copy of a frozen model is frozen"
-
-
 def test_freeze_runs_in_evaluation_mode_whatever_train_says() -> None:
     model = first_layer()
     model[1].running_mean.fill_(0.7)
@@ -71,36 +57,12 @@ def test_freeze_runs_in_evaluation_mode_whatever_train_says() -> None:
     assert not torch.equal(model(data()), want)
 
 
-def test_freeze_needs_running_statistics() -> None:
-    with pytest.raises(UnsupportedError, match="'1' have no running statistics"):
-        choose("freeze", first_layer(track_running_stats=False))
-
-
 def test_refuse_names_the_layers() -> None:
     with pytest.raises(UnsupportedError, match=r"BatchNorm in '1': .*batchnorm=\"exact\""):
         choose("refuse", first_layer())
     layers = [nn.BatchNorm1d(2) for _ in range(5)]
     with pytest.raises(UnsupportedError, match="'0', '1', '2' and 2 more"):
         choose("refuse", nn.Sequential(*layers))
-
-
-def test_refuse_accepts_evaluation_mode_until_training_begins() -> None:
-    model = first_layer()
-    model[1].eval()
-    policy = choose("refuse", model)
-    policy.begin_window()
-    model.train()
-    with pytest.raises(UnsupportedError, match="BatchNorm in '1'"):
-        policy.begin_window()
-
-
-def test_unknown_policy() -> None:
-    with pytest.raises(
-        OptionError,
-        match='batchnorm="exactly": must be one of "exact", "freeze", "allow", "refuse"',
-    ):
-        choose("exactly", first_layer())
-    assert tracked_instance_norms(nn.Sequential(nn.InstanceNorm1d(2))) == []
 
 
 def test_refuse_names_instance_norms_with_running_statistics() -> None:

@@ -48,17 +48,6 @@ def test_gradients_and_running_statistics_are_those_of_the_undivided_batch(
     )
 
 
-def test_plain_accumulation_is_far_off_here() -> None:
-    model = normed()
-    whole = Whole(model)
-    whole.step(samples(20))
-    acc = wb.Accumulator(model, sgd(model), steps=5, batchnorm="allow")
-    for micro in acc.over(pieces(samples(20), [4] * 5)):
-        acc.backward(summed(model, micro), units=4)
-    update = [a - b for a, b in zip(model.parameters(), whole.start.parameters(), strict=True)]
-    assert distance(update, whole.updates()) > 0.1
-
-
 def test_a_model_in_evaluation_mode_is_split() -> None:
     model = normed().eval()
     whole = Whole(model)
@@ -99,27 +88,6 @@ def test_freeze_is_exact_for_the_frozen_model() -> None:
     whole.assert_same(model)
 
 
-def test_an_error_leaves_nothing_behind() -> None:
-    model = normed()
-    before = copy.deepcopy(model.state_dict())
-    calls = []
-
-    def fails(model: nn.Module, micro: Any) -> wb.Loss:
-        calls.append(1)
-        result = loss(model, micro)
-        if len(calls) == 1:
-            raise KeyError("my own bug")
-        return result
-
-    train = wb.WholeBatch(model, sgd(model), loss=fails, micro_batch=3, audit=False)
-    with pytest.raises(KeyError, match="my own bug"):
-        train.step(samples(9))
-    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
-    assert all(parameter.grad is None for parameter in model.parameters())
-    train.step(samples(9))
-    assert train.updates == 1
-
-
 @pytest.mark.parametrize("nonfinite", ["skip", "raise"])
 @pytest.mark.parametrize("policy", ["exact", "allow"])
 def test_a_window_without_an_update_leaves_the_running_statistics(
@@ -145,15 +113,3 @@ def test_a_window_without_an_update_leaves_the_running_statistics(
     assert all(map(torch.equal, before, model.buffers()))
     train.step(samples(12))
     assert not any(map(torch.equal, before, model.buffers()))
-
-
-def test_a_frozen_norm_is_frozen_before_the_first_forward_of_a_window() -> None:
-    """An evaluation between two windows ends with `model.train()`."""
-    model = normed()
-    acc = wb.Accumulator(model, sgd(model), steps=2, batchnorm="freeze")
-    before = [buffer.clone() for buffer in model.buffers()]
-    for micro in acc.over([samples(4)] * 4):
-        if acc.backward(summed(model, micro), units=4) is not None:
-            model.eval()
-            model.train()
-    assert all(map(torch.equal, before, model.buffers()))

@@ -3,39 +3,14 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 import wholebatch as wb
-from tests.coupled.test_coupled_loss import LOSSES, Batch, Clip, batch, coupled, encode, mean_of
-from tests.support import Whole, adamw, sgd
-from wholebatch.memory import MemoryMeter
-
-
-def test_memory_grows_by_the_representations_and_a_chunk_only() -> None:
-    peaks = []
-    for number in (64, 1024):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(6, 512), nn.GELU(), nn.Linear(512, 4)).double()
-        data = batch(number)
-        loss = wb.Coupled(
-            lambda m, micro: (m(micro["image"]), m(micro["text"])),
-            lambda all: wb.losses.clip_loss(*all, rows=8),
-        )
-        train = wb.WholeBatch(model, sgd(model), loss=loss, micro_batch=32, audit=False)
-        with MemoryMeter(model=model) as meter:
-            train.step(data)
-        inputs = sum(leaf.numel() * leaf.element_size() for leaf in data.values())
-        peaks.append(meter.peak - inputs)
-    # Two vectors of 4 doubles for each sample, as such, of unit length, and the gradients of both,
-    # which are added up from chunks; and 8 rows of similarities, with what leads back from them.
-    vectors, similarities = 2 * 4 * 8, 8 * 8
-    assert peaks[1] - peaks[0] <= 960 * (10 * vectors + 6 * similarities)
-    # With their graphs alive, 960 samples more would need their hidden layers at the least.
-    assert peaks[1] - peaks[0] < 0.2 * 960 * 2 * (2 * 512 * 8)
+from tests.coupled.test_coupled_loss import LOSSES, Batch, Clip, batch, coupled, encode
+from tests.support import adamw, sgd
 
 
 def test_out_of_memory_in_either_pass_begins_again() -> None:
@@ -62,46 +37,6 @@ def test_out_of_memory_in_either_pass_begins_again() -> None:
         plain = wb.WholeBatch(reference, sgd(reference), loss=coupled(reference), micro_batch=2)
         plain.step(batch(12))
         assert all(map(torch.equal, model.parameters(), reference.parameters()))
-
-
-@pytest.mark.parametrize("failing", [0, 1, 2, 3, 4, "loss"])
-def test_out_of_memory_gives_up_the_graphs_that_were_kept_first(failing: Any) -> None:
-    """Then no micro-batch is cut, and it is the update of the same window without a failure."""
-    made = []
-    for at in (failing, None):
-        model = Clip(dropout=0.3)
-        calls = [0]
-
-        def short(model: Clip, micro: Batch, calls: Any = calls, at: Any = at) -> Batch:
-            calls[0] += 1
-            if calls[0] - 1 == at:
-                raise torch.OutOfMemoryError("injected")
-            return encode(model, micro)
-
-        def whole(all: Batch, m: Clip = model, at: Any = at, calls: Any = calls) -> wb.Loss:
-            if at == "loss" and calls[0] == 3:  # all are encoded, and the last one is kept
-                raise torch.OutOfMemoryError("injected")
-            return LOSSES["clip"](m, all)
-
-        torch.manual_seed(1)
-        train = wb.WholeBatch(
-            model, sgd(model), loss=wb.Coupled(short, whole), micro_batch=5, audit=False
-        )
-        step = train.step(batch(12))
-        assert (train.recoveries, step.micro_batches) == (0, 3)
-        made.append([*model.parameters(), torch.get_rng_state()])
-    assert all(map(torch.equal, *made))
-
-
-def test_out_of_memory_in_the_loss_is_said_as_it_is() -> None:
-    model = Clip()
-
-    def large(all: Batch) -> wb.Loss:
-        raise torch.OutOfMemoryError("injected")
-
-    train = wb.WholeBatch(model, sgd(model), loss=wb.Coupled(encode, large), micro_batch=4)
-    with pytest.raises(wb.errors.WindowError, match="representations of all 13 samples"):
-        train.step(batch())
 
 
 def test_what_is_refused() -> None:
@@ -132,32 +67,6 @@ def test_a_run_resumes_between_steps() -> None:
     resumed.load_state_dict(saved[2])
     resumed.step(batch(seed=1))
     assert all(map(torch.equal, model.parameters(), other.parameters()))
-
-
-def test_the_largest_micro_batch_is_chosen_by_the_memory_of_the_encoder() -> None:
-    model = Clip()
-    train = wb.WholeBatch(model, sgd(model), loss=coupled(model), memory="40KiB")
-    whole = Whole(model, loss=mean_of("clip"))
-    train.step(batch(64))
-    whole.step(batch(64))
-    assert 1 < (train.micro_batch_size or 0) < 64
-    whole.assert_same(model)
-
-
-def test_with_optimizer_state_on_the_host() -> None:
-    model = Clip()
-    whole = Whole(model, adamw, loss=mean_of("clip"))
-    train = wb.WholeBatch(
-        model,
-        adamw(model),
-        loss=coupled(model),
-        micro_batch=4,
-        memory=wb.Memory(optimizer_state="host"),
-    )
-    for seed in range(2):
-        whole.step(batch(seed=seed))
-        train.step(batch(seed=seed))
-    whole.assert_same(model)
 
 
 def penalised(model: nn.Module, micro: dict[str, torch.Tensor]) -> torch.Tensor:

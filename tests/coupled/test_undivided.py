@@ -4,29 +4,20 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 import wholebatch as wb
-from tests.compile.nets import mode_of
 from tests.coupled.networks import NETWORKS, resnet
 from tests.coupled.windows import Images, batch, error, mean, result, whole
 from tests.memory.inject import OutOfMemoryAt
 from tests.support import EXACT, Seen, Whole, distance, loss, sgd
 from wholebatch.batch import Batches
-from wholebatch.compile.execute_mode import ExecuteWarning
-from wholebatch.compile.graph_memory import GraphMemory
-from wholebatch.compile.make_graph import GraphMaker
 from wholebatch.errors import UnsupportedError
 from wholebatch.memory.activation_checkpointing import checkpointed, is_checkpointed
-from wholebatch.memory.meter import MemoryMeter
-from wholebatch.memory.undivided_batch import UndividedBatch
 
 
 def buffers(model: nn.Module) -> list[Tensor]:
@@ -68,56 +59,6 @@ def test_checkpointed_blocks_change_nothing(name: str, inputs_on_host: bool) -> 
     got = result(model)
     assert error(got[0], want[0]) <= EXACT
     assert error(got[1], want[1]) <= EXACT
-
-
-def test_inputs_in_host_memory_keep_their_memory_format() -> None:
-    model = resnet().double().to(memory_format=torch.channels_last)
-    data = batch(9)
-    data["x"] = data["x"].to(memory_format=torch.channels_last)
-    want = whole(model, data)
-    seen: list[bool] = []
-    model[0][1].register_forward_pre_hook(
-        lambda m, args: seen.append(args[0].is_contiguous(memory_format=torch.channels_last))
-    )
-    with checkpointed(model, inputs_on_host=True):
-        mean(model, data).backward()
-    assert seen == [True, True]  # once in the forward, once in the backward
-    assert error(result(model)[0], want[0]) <= EXACT
-
-
-@pytest.mark.parametrize("reserves", [False, True])
-def test_a_graph_without_memory_is_given_up_before_blocks_are_checkpointed(
-    reserves: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Eager code fits: the batch goes on as it is, in the same gradient buffers if there are any.
-
-    Gradients that autograd makes among the activations would pin their memory.
-    """
-    monkeypatch.setattr(GraphMemory, "reserves_on", ("cpu",) if reserves else ())
-    model = resnet().double()
-    undivided, optimizer = Whole(model, loss=mean), sgd(model)
-    seen = Seen(model, optimizer)
-    train = wb.WholeBatch(model, optimizer, loss=loss, execute="compile")
-
-    def fails(*_: Any, **__: Any) -> Any:
-        raise torch.OutOfMemoryError("injected")
-
-    monkeypatch.setattr(GraphMaker, "made", fails)
-    undivided.step(batch(12))
-    with pytest.warns(ExecuteWarning, match="there is no memory for its graph"):
-        train.step(batch(12))
-    same_as_whole(model, seen, undivided)
-    weight, places = next(model.parameters()), set[int]()
-    for size in (12, 9):
-        undivided.step(batch(size))
-        train.step(batch(size), after_micro=lambda *_: places.add(id(weight.grad)))
-        same_as_whole(model, seen, undivided)
-    buffers = train._runner.executor.memory.gradients._buffers.values()
-    assert places <= {id(one) for one in buffers} if reserves else not buffers
-    fitting = train._fitting._undivided
-    assert fitting is not None
-    assert fitting.settings[fitting.place] == "as it is"
-    assert mode_of(train) == "eager"
 
 
 @pytest.mark.slow
@@ -167,63 +108,6 @@ def test_a_batch_that_does_not_fit_is_refused_with_the_ways_out() -> None:
     for way in ('batchnorm="freeze"', 'batchnorm="allow"', "GroupNorm", "more ranks"):
         assert way in said
     assert all(map(torch.equal, before, model.state_dict().values()))
-
-
-def test_a_budget_on_a_cpu_checkpoints_the_blocks() -> None:
-    def trained(memory: Any) -> tuple[int, int]:
-        """The setting in use, and the peak of a window."""
-        torch.manual_seed(0)
-        model = nn.Sequential(*(Block() for _ in range(6)))
-        head = nn.Sequential(model, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 5))
-        head = head.double()
-        data = batch(32)
-        data["x"] = torch.cat([data["x"], data["x"][:, :1]], 1)
-        undivided, optimizer = Whole(head, loss=mean), sgd(head)
-        seen = Seen(head, optimizer)
-        train = wb.WholeBatch(head, optimizer, loss=loss, memory=memory)
-        for _ in range(2):
-            train.step(data)
-            undivided.step(data)
-        same_as_whole(head, seen, undivided)
-        with MemoryMeter(model=head, optimizer=optimizer) as meter:
-            train.step(data)
-        assert train._fitting._undivided is not None
-        return train._fitting._undivided.place, meter.peak
-
-    place, free = trained("1GiB")
-    assert place == 0
-    place, limited = trained(free * 7 // 10)
-    assert place == 1
-    assert limited < 0.7 * free
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.convs = nn.ModuleList(nn.Conv2d(4, 4, 3, padding=1) for _ in range(3))
-        self.norms = nn.ModuleList(nn.BatchNorm2d(4) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for conv, norm in zip(self.convs, self.norms, strict=True):
-            x = F.silu(norm(conv(x)))
-        return x
-
-
-def test_two_threads_with_models_of_their_own() -> None:
-    def trained(seed: int) -> float:
-        torch.manual_seed(0)
-        model = resnet().double()
-        undivided, optimizer = Whole(model, loss=mean), sgd(model)
-        seen = Seen(model, optimizer)
-        train = wb.WholeBatch(model, optimizer, loss=loss, micro_batch=4)
-        for step in range(5):
-            undivided.step(batch(8, seed=seed + step))
-            train.step(batch(8, seed=seed + step))
-        same_as_whole(model, seen, undivided)
-        return distance(buffers(model), buffers(undivided.model))
-
-    with ThreadPoolExecutor(2) as threads:
-        assert max(threads.map(trained, range(0, 200, 10))) <= EXACT
 
 
 def test_given_micro_batches_are_not_used_and_a_warning_says_so(
@@ -287,29 +171,6 @@ def test_every_dimension(layers: list[nn.Module], shape: tuple[int, ...]) -> Non
         assert distance(buffers(model), buffers(undivided.model)) <= EXACT
 
 
-class NormAct(nn.BatchNorm2d):
-    """As timm's BatchNormAct2d: a forward of its own around F.batch_norm."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        return F.silu(super().forward(input))
-
-
-class OwnMaths(nn.BatchNorm2d):
-    def forward(self, input: Tensor) -> Tensor:
-        return input - input.mean((0, 2, 3), keepdim=True)
-
-
-@pytest.mark.parametrize("kind", [NormAct, OwnMaths])
-def test_batchnorms_with_forwards_of_their_own(kind: Callable[[int], nn.Module]) -> None:
-    model = nn.Sequential(nn.Conv2d(3, 4, 3), kind(4), nn.Flatten(), nn.Linear(64, 5)).double()
-    undivided, optimizer = Whole(model, loss=mean), sgd(model)
-    seen = Seen(model, optimizer)
-    train = wb.WholeBatch(model, optimizer, loss=loss, micro_batch=3)
-    undivided.step(batch(8))
-    train.step(batch(8))
-    same_as_whole(model, seen, undivided)
-
-
 def test_autocast_is_no_further_from_float64_than_the_whole_batch() -> None:
     exact = resnet().double()
     want = whole(exact, batch(16))[0]
@@ -324,9 +185,3 @@ def test_autocast_is_no_further_from_float64_than_the_whole_batch() -> None:
     got = error(dict(zip(names, seen.gradients[0], strict=True)), want)
     assert own > 1e-4
     assert got <= 1.25 * own
-
-
-def test_a_model_without_blocks_has_one_setting() -> None:
-    flat = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 5))
-    assert UndividedBatch(flat).settings == ["as it is"]
-    assert UndividedBatch(resnet()).settings == ["as it is", "with 2 blocks checkpointed"]

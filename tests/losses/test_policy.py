@@ -57,19 +57,6 @@ def test_every_mean_is_that_of_the_undivided_batch(mean: str, sizes: tuple[int, 
     whole.assert_same(model, seen)
 
 
-@pytest.mark.parametrize("mean", MEANS)
-@pytest.mark.parametrize("micro_batch", [1, 5, 12])
-def test_whole_batches_are_split_without_a_trace(mean: str, micro_batch: int) -> None:
-    model, data = Policy(), batch()
-    whole = Whole(model, loss=undivided(mean))
-    value = whole.step(data)
-    optimizer = sgd(model)
-    seen = Seen(model, optimizer)
-    step = wb.WholeBatch(model, optimizer, loss=ours(mean), micro_batch=micro_batch).step(data)
-    assert step.loss == pytest.approx(value, rel=1e-12)
-    whole.assert_same(model, seen)
-
-
 def by_tokens(model: nn.Module, data: Batch, of_token: Any, mean: str = "tokens") -> Tensor:
     """The mean by hand of a function of (sequence, token)."""
     lengths = data["mask"].sum(1).tolist()
@@ -112,27 +99,6 @@ def test_ratios_of_sequences(mean: str) -> None:
 
     loss = ours(mean, ratio="sequence")(model, data)
     assert_same(loss, by_tokens(model, data, token, mean), model)
-
-
-def test_without_old_the_ratio_is_one_with_a_gradient() -> None:
-    model, data = Policy(), batch()
-    found = logprobs(model, data)
-    reference = by_tokens(model, data, lambda i, t: -found[i, t] * data["advantages"][i])
-    loss = ours("tokens", old=None)(model, data)
-    mean = loss.total / loss.units
-    assert distance(gradient(model, mean), gradient(model, reference)) <= EXACT
-
-
-def test_advantages_may_be_those_of_tokens() -> None:
-    model, data = Policy(), batch()
-    found, advantages = logprobs(model, data), data["returns"]
-    loss = wb.losses.policy_loss(found, advantages, data["mask"], old=data["old"])
-    reference = by_tokens(
-        model,
-        data,
-        lambda i, t: clipped(found[i, t], data["old"][i, t], advantages[i, t], 0.2, 0.2),
-    )
-    assert_same(loss, reference, model)
 
 
 KL = {
@@ -230,25 +196,6 @@ def test_terms_of_different_units_in_one_window(micro_batch: int) -> None:
     whole.assert_same(model, seen)
 
 
-@pytest.mark.parametrize("sizes", UNEVEN, ids=str)
-def test_terms_in_a_stream_whose_units_were_announced(sizes: tuple[int, ...]) -> None:
-    model, data = Policy(), batch()
-    whole = Whole(model, loss=terms_by_hand)
-    values = [whole.step(data), whole.step(data)]
-    optimizer = sgd(model)
-    seen = Seen(model, optimizer)
-    acc = wb.Accumulator(model, optimizer, steps=len(sizes))
-    steps = []
-    for _ in values:
-        for micro in acc.over(pieces(data, sizes)):
-            if acc.micro_batches == 0:
-                acc.announce(units(data))
-            step = acc.backward(terms(model, micro))
-        steps.append(step)
-    assert [step.loss for step in steps if step] == pytest.approx(values, rel=1e-12)
-    whole.assert_same(model, seen)
-
-
 def test_what_announce_refuses() -> None:
     model, data = Policy(), batch()
     acc = wb.Accumulator(model, sgd(model), steps=2)
@@ -298,13 +245,6 @@ def test_what_is_masked_may_hold_anything() -> None:
     right = gradient(model, ours("sequences")(model, data).total)
     spoiled = {**data, "old": data["old"].masked_fill(~data["mask"], torch.nan)}
     assert distance(gradient(model, ours("sequences")(model, spoiled).total), right) == 0
-
-
-def test_sums_of_16_bit_losses_are_made_in_float32() -> None:
-    losses = torch.full((1, 3000), 0.1, dtype=torch.bfloat16, requires_grad=True)
-    total = wb.losses.aggregate(losses, torch.ones(1, 3000)).total
-    assert total.dtype is torch.float32
-    assert total.item() == pytest.approx(3000 * losses[0, 0].item(), rel=1e-6)
 
 
 def test_terms_are_looked_at_as_other_losses_are() -> None:

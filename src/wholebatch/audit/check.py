@@ -2,9 +2,6 @@
 
 One check is one file: a subclass of `Check` that overrides the moments that it needs, with its name
 in `CHECKS` of `own_loop.py`. A check raises what is certain and yields a warning of what is likely.
-
-Its docstring has four paragraphs after the title: what it finds, what it costs, whether it raises
-or warns, and what it cannot see. docs/laws.md shows them as a table.
 """
 
 from __future__ import annotations
@@ -12,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar, Literal
+from typing import ClassVar
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from wholebatch.audit.scalar_graph import Part, parts_of, without_units
 from wholebatch.losses.loss import Units, check_units
@@ -46,19 +43,14 @@ class LossOfMicroBatch:
 class Check:
     """One law of an own loop. By default it has nothing to say."""
 
-    windows: ClassVar[Literal["the first", "1, 2, 4, 8, …"]] = "the first"
-    """The windows in which it is asked."""
+    only_first: ClassVar[bool] = True
+    """True if it is asked in the first window alone, False if in windows 1, 2, 4, 8, ..."""
 
-    def window_begins(self, models: Iterable[nn.Module]) -> Iterable[str]:
-        """Look at the models before the first loss of a window."""
-        return ()
+    def window_begins(self) -> None:
+        """Forget the window before."""
 
     def loss_is_known(self, micro: LossOfMicroBatch) -> Iterable[str]:
         """Look at a loss before its backward."""
-        return ()
-
-    def window_closes(self) -> Iterable[str]:
-        """Look back at the window before its update."""
         return ()
 
 

@@ -22,16 +22,10 @@ _LINKED = 1e-6
 
 
 class ComparedRows(Check):
-    """A loss that compares samples.
+    """Warn of a loss whose gradient by one row of a model's output depends on another row.
 
-    Finds: a loss whose gradient by one row of a model's output depends on another row.
-
-    Costs: a second derivative of the loss by the outputs, per micro-batch.
-
-    Warns: only where the units are as many as the rows, which may be no samples all the same.
-
-    Cannot see: detached statistics of the micro-batch (normalised advantages, the hardest
-    samples); operations without a second derivative; units that are not the rows.
+    Asked by a second derivative of the loss by the outputs; only where the units are as many as
+    the rows, which may be no samples all the same.
     """
 
     def returned(self, given: Any, output: Any) -> None:

@@ -10,31 +10,15 @@ from wholebatch.audit.scalar_graph import Part
 
 
 class DividedBySteps(Check):
-    """A loss that is divided by the number of steps.
+    """Warn of a loss that is divided by the number of micro-batches of its window.
 
-    Finds: a loss that is divided by the number of micro-batches of its window, or multiplied by its
-    inverse.
-
-    Costs: the walk of `OwnReduction`.
-
-    Warns: it is left over from a loop that averaged over its steps, or it is a weight.
-
-    Cannot see: another factor (`loss * 2 / 8`); a number that is also the units, or a size of what
-    is summed.
+    It is left over from a loop that averaged over its steps, or it is a weight.
     """
 
-    def __init__(self) -> None:
-        self._losses: list[tuple[Sequence[Part], float | None]] = []
-
     def loss_is_known(self, micro: LossOfMicroBatch) -> Iterable[str]:
-        self._losses.append((micro.parts, None if micro.is_mean else micro.number))
-        warning = step_division(micro.parts, self._losses[-1][1], micro.plan.steps)
+        units = None if micro.is_mean else micro.number
+        warning = step_division(micro.parts, units, micro.plan.steps)
         return [] if warning is None else [warning]
-
-    def window_closes(self) -> Iterable[str]:
-        losses, self._losses = self._losses, []
-        warnings = (step_division(parts, units, [len(losses)]) for parts, units in losses)
-        return [warning for warning in warnings if warning is not None][:1]
 
 
 def step_division(parts: Sequence[Part], units: float | None, steps: Collection[int]) -> str | None:
@@ -55,7 +39,7 @@ def step_division(parts: Sequence[Part], units: float | None, steps: Collection[
 
 def _is_divided(part: Part, number: int, units: float | None) -> bool:
     """True if a part is divided by this number, which is neither its units nor a size of it."""
-    if part.kind == "sum" and units is None:
+    if part.kind == "sum" and units is None:  # the innermost division makes it a mean
         part = replace(part, factors=part.factors[:-1])
     is_a_size = part.kind == "sum" and number in (units, *part.sizes, part.over)
     return part.is_divided_by(number) and not is_a_size

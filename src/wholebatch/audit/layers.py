@@ -18,19 +18,13 @@ from wholebatch.coupled.normalisation_layers import (
 _log = logging.getLogger("wholebatch")
 
 _POLICIES = (
-    'WholeBatch(batchnorm="exact") is exact; Accumulator needs "freeze" or "allow", or GroupNorm'
+    'WholeBatch(batchnorm="exact") is exact; Accumulator needs "freeze", "allow" or GroupNorm'
 )
 _ADVICE = {
     "batchnorm": f"normalises with the statistics of the batch: {_POLICIES}",
     "custom": f"a BatchNorm with a custom forward: {_POLICIES}",
-    "sync": (
-        "normalises with the statistics of the micro-batch on all ranks, not of the window: "
-        'WholeBatch(batchnorm="exact") includes the ranks'
-    ),
-    "running": (
-        "outputs do not depend on other samples, but the running statistics move once for every "
-        'micro-batch: WholeBatch(batchnorm="exact") moves them once per window'
-    ),
+    "sync": f"normalises with the statistics of the micro-batch on all ranks: {_POLICIES}",
+    "running": f"its running statistics move once for every micro-batch: {_POLICIES}",
     "frequency": (
         "scale_grad_by_freq=True divides the gradient of a row by how often it occurs in the "
         "micro-batch, not in the batch: leave it out"
@@ -63,27 +57,14 @@ def refused_by_type(model: nn.Module) -> list[AuditFinding]:
     return [finding for finding in layers_by_type(model) if finding.kind == "frequency"]
 
 
-def suspects(model: nn.Module) -> list[str]:
-    """Return what a look at the modules says of a loss that does not add up."""
-    sentences = []
-    by_time = [n for n, m in model.named_modules() if getattr(m, "batch_first", True) is False]
-    if by_time:
-        sentences.append(
-            f"{by_time[0] or 'The model itself'} has batch_first=False (torch's default), so it "
-            "takes the first dimension as time: samples must be the first dimension of a batch"
-        )
-    custom = [str(finding) for finding in layers_by_type(model) if finding.kind == "custom"]
-    return [*sentences, *custom]
+def warn_of_spectral_norms(model: nn.Module) -> None:
+    """Warn of spectral normalisations, which move once per micro-batch."""
+    for finding in layers_by_type(model):
+        if finding.kind == "spectral":
+            _log.warning("%s", finding)
 
 
 def _kind(module: nn.Module) -> str:
     if isinstance(module, nn.SyncBatchNorm):
         return "sync"
     return "batchnorm" if type(module).forward is BatchNorm.forward else "custom"
-
-
-def warn_of_spectral_norms(model: nn.Module) -> None:
-    """Warn of spectral normalisations, which move once per micro-batch."""
-    for finding in layers_by_type(model):
-        if finding.kind == "spectral":
-            _log.warning("%s", finding)

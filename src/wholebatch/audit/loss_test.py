@@ -17,19 +17,15 @@ from torch import nn
 from wholebatch.audit.adds_up import (
     SAMPLES,
     AdditivityResult,
-    adds_up_in_groups,
     check_adds_up,
     free_memory_of_test,
     unrunnable,
 )
 from wholebatch.audit.check import silenced
-from wholebatch.audit.finding import OF_STATE, UNTESTED, AuditFinding, Findings, refuse
+from wholebatch.audit.finding import OF_STATE, UNTESTED, Findings, refuse
 from wholebatch.audit.layers import refused_by_type
-from wholebatch.audit.samples_run import spread_rows
-from wholebatch.batch.micro_batches import joined
-from wholebatch.batch.samples import Layout, layout_of, readable_layout
+from wholebatch.batch.samples import Layout, readable_layout
 from wholebatch.distributed.process_group import Group
-from wholebatch.errors import SplitError
 from wholebatch.losses.loss import as_loss
 from wholebatch.warn_user import warn_user
 from wholebatch.window.forward_state import ForwardState
@@ -119,8 +115,10 @@ class LossTest:
         result = AdditivityResult(conclusive=False)
         if self._all(read is not None and read.size > 1 and self._most > 1):
             assert read is not None
-            result = self._result(run, read, micros, outputs=outputs, name=name)
-        self._end((*refused_by_type(self._model), *result.findings), result.conclusive)
+            check = partial(check_adds_up, self._model, run, read, outputs=outputs, name=name)
+            result = self._result(check, run, read, micros, is_loss=not outputs, name=name)
+        findings = result.findings if micros else self._certain(result.findings)
+        self._end((*refused_by_type(self._model), *findings), result.conclusive)
 
     def join(self) -> None:
         """Take part in the other ranks' test, without a sample of one's own."""
@@ -131,18 +129,18 @@ class LossTest:
 
     def _result(
         self,
+        check: Callable[..., AdditivityResult],
         run: Callable[[Any], Any],
         layout: Layout,
         micros: Sequence[Any],
         *,
-        outputs: bool,
+        is_loss: bool,
         name: str,
     ) -> AdditivityResult:
         """Compare samples of this window, on this rank."""
-        sizes = [self._size_of(micro, layout) for micro in micros]
-        micro = min([*sizes[:-1], layout.size]) if sizes else layout.size
+        sizes = [read.size if (read := _layout_of(m, None)) else 1 for m in micros[:-1]]
+        micro = min([*sizes, layout.size])
         count = int(min(max(2, micro), self._most, SAMPLES if self._tries else math.inf))
-        check = partial(check_adds_up, self._model, run, layout, outputs=outputs, name=name)
         try:
             # Two samples with a graph take more memory than a micro-batch of one.
             result = check(count=count, gradients=not self._shares_forwards and micro > 1)
@@ -152,54 +150,25 @@ class LossTest:
                 told = result.conclusive or more.conclusive
                 result = AdditivityResult(more.findings, told)
         except torch.OutOfMemoryError:
-            self._most, result = count // 2, AdditivityResult()
+            self._most = count // 2
             why = f"{count} samples ran out of memory in the test, and are not tried again"
             _log.warning(_NOT_TESTED, why)
+            return AdditivityResult()
         except Exception as error:  # most often the loss's own, and the step will raise it
             free_memory_of_test()  # Not earlier: an error holds the tensors of its frames.
-            result = AdditivityResult(conclusive=False)
-            every, few = layout.take(slice(None)), layout.take(spread_rows(layout.size, count))
-            runs = partial(self._runs, run, is_loss=not outputs)
-            is_own = not self._shares_forwards
-            is_run = not is_own or runs(micros[0] if micros else every)
-            if is_own and is_run and runs(few):
-                raise  # it does not come again
+            every = layout.take(slice(None))
+            runs = partial(self._runs, run, is_loss=is_loss)
+            is_run = self._shares_forwards or runs(micros[0] if micros else every)
             # A single row may run all the same: it broadcasts with what is no value per sample.
-            is_single = is_own and bool(micros) and micro == 1
-            if (is_single or not is_run) and runs(every):
-                found = unrunnable(self._model, layout, layout.size, name, error)
-                result = AdditivityResult((found,), conclusive=False)
-            elif is_run:
+            if micros and not self._shares_forwards and (micro == 1 or not is_run) and runs(every):
+                found = unrunnable(layout, layout.size, name, error)
+                return AdditivityResult((found,), conclusive=False)
+            if is_run:
                 self._tell(f"{count} samples could not be run ({error!r})")
-        findings = [f for f in result.findings if not self._is_of_groups(f, run, micros)]
-        if not micros:
-            findings = self._without_doubtful(findings)
-        return AdditivityResult(tuple(findings), result.conclusive)
+            return AdditivityResult(conclusive=False)
+        return result
 
-    def _size_of(self, micro: Any, layout: Layout) -> int:
-        read = _layout_of(micro, None)
-        return 1 if read is None else min(read.size, layout.size)
-
-    def _is_of_groups(
-        self, finding: AuditFinding, run: Callable[[Any], Any], micros: Sequence[Any]
-    ) -> bool:
-        """True if samples are compared in groups that micro-batches hold whole: they add up."""
-        if finding.kind not in ("loss", *UNTESTED) or len(micros) < 2 or self._shares_forwards:
-            return False
-        try:
-            both = joined(micros[:4])
-            sizes = [layout_of(micro).size for micro in micros[:4]]
-            if both is not None:
-                return adds_up_in_groups(self._model, run, layout_of(both), sizes)
-        except SplitError:
-            pass
-        except torch.OutOfMemoryError:
-            pass
-        finally:
-            free_memory_of_test()
-        return False
-
-    def _without_doubtful(self, findings: Findings) -> list[AuditFinding]:
+    def _certain(self, findings: Findings) -> Findings:
         """Warn of what holds only if rows are samples; return what is so in any case."""
         certain = []
         for finding in findings:

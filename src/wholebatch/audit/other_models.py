@@ -12,27 +12,18 @@ from wholebatch.window.autograd_graph import graph_nodes
 
 
 class OtherModels(Check):
-    """Another model in the graph of the loss that is updated in the middle of a window.
+    """Warn of a parameter in the loss's graph that was written since an earlier loss.
 
-    Finds: a parameter in the loss's graph (of a GAN's critic) that was written since an earlier
-    loss of the window.
-
-    Costs: one walk over the graph of each loss.
-
-    Warns: the micro-batches do not see the same weights.
-
-    Cannot see: models that an engine shards; a write to `.data`; a model whose results are detached
-    (a generator's fakes), without `wb.over`.
+    A GAN's critic has stepped, for example: the micro-batches do not see the same weights.
     """
 
-    windows = "1, 2, 4, 8, …"
+    only_first = False
 
     def __init__(self) -> None:
         self._versions: dict[int, tuple[ref[Tensor], int]] = {}
 
-    def window_begins(self, models: Iterable[nn.Module]) -> Iterable[str]:
+    def window_begins(self) -> None:
         self._versions.clear()
-        return ()
 
     def loss_is_known(self, micro: LossOfMicroBatch) -> Iterable[str]:
         for node in graph_nodes([micro.loss]):

@@ -6,18 +6,18 @@ for. `acc.run` and `WholeBatch` test the loss function itself, and `wb.verify` p
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from weakref import WeakSet
 
 from torch import nn
 
 from wholebatch.audit.check import Check, LossOfMicroBatch
 from wholebatch.audit.compared_rows import ComparedRows
-from wholebatch.audit.coupling_layers import CouplingLayers
 from wholebatch.audit.divided_by_steps import DividedBySteps
-from wholebatch.audit.divided_twice import DividedTwice
+from wholebatch.audit.finding import refuse
 from wholebatch.audit.first_call import FirstCall
 from wholebatch.audit.foreign_writes import ForeignWrites
+from wholebatch.audit.layers import refused_by_type
 from wholebatch.audit.mean_units import UnitsOfMeans
 from wholebatch.audit.model_calls import ModelCalls
 from wholebatch.audit.other_models import OtherModels
@@ -29,19 +29,10 @@ from wholebatch.window.model_and_optimizer import Target
 from wholebatch.window.observer import Plan
 from wholebatch.window.window import is_tested_window
 
-CHECKS: tuple[type[Check], ...] = (
-    CouplingLayers,
-    OwnReduction,
-    OtherModels,
-    ComparedRows,
-    FirstCall,
-    DividedBySteps,
-    DividedTwice,
-    UnitsOfMeans,
-)
-"""To add a law, write its file and put its class here."""
-OF_A_LOSS: tuple[type[Check], ...] = (OwnReduction, DividedBySteps, DividedTwice, UnitsOfMeans)
+OF_A_LOSS: tuple[type[Check], ...] = (OwnReduction, DividedBySteps, UnitsOfMeans)
 """Those that need the loss alone."""
+CHECKS: tuple[type[Check], ...] = (*OF_A_LOSS, OtherModels, ComparedRows, FirstCall)
+"""To add a law, write its file and put its class here."""
 
 
 class OwnLoop:
@@ -62,8 +53,11 @@ class OwnLoop:
     def window_begins(self, plan: Plan) -> None:
         self._plan = plan
         self._writes.forget()
+        if plan.in_parts and self._is_first:
+            for model in self._models:
+                refuse(refused_by_type(model))
         for check in self._asked():
-            self._tell(check, check.window_begins(self._models))
+            check.window_begins()
 
     def backward_begins(self) -> None:
         self._writes.check()
@@ -79,7 +73,8 @@ class OwnLoop:
             micro = LossOfMicroBatch(term.total, term.units, isinstance(loss, OfMean), self._plan)
             try:
                 for check in asked:
-                    self._tell(check, check.loss_is_known(micro))
+                    for warning in check.loss_is_known(micro):
+                        self._tell(check, warning)
             except RuntimeError as error:
                 refuse_freed_graph(error)
                 raise
@@ -93,8 +88,6 @@ class OwnLoop:
         self._writes.forget()  # a rank without data joins the next window, which does not begin
         if not self._plan.in_parts:
             return
-        for check in self._asked():
-            self._tell(check, check.window_closes())
         self._is_first = False
         if self._calls is not None:
             self._calls.take_off()
@@ -102,17 +95,12 @@ class OwnLoop:
 
     def _asked(self) -> list[Check]:
         """Return the checks that are asked in this window."""
-        is_tested = is_tested_window(self._plan.number)
-        return [
-            check
-            for check in self._checks
-            if self._plan.in_parts
-            and (self._is_first if check.windows == "the first" else is_tested)
-        ]
+        is_tested = self._plan.in_parts and is_tested_window(self._plan.number)
+        is_first = self._plan.in_parts and self._is_first
+        return [check for check in self._checks if (is_first if check.only_first else is_tested)]
 
-    def _tell(self, check: Check, warnings: Iterable[str]) -> None:
+    def _tell(self, check: Check, warning: str) -> None:
         """Warn, once for each check."""
-        for warning in warnings:
-            if check not in self._have_warned:
-                self._have_warned.add(check)
-                warn_user(warning)
+        if check not in self._have_warned:
+            self._have_warned.add(check)
+            warn_user(warning)

@@ -9,16 +9,9 @@ from wholebatch.errors import LossError
 
 
 class OwnReduction(Check):
-    """A loss of torch whose own reduction is another than the loop says.
+    """Refuse a `total` that is the plain mean of a loss of torch, and a `mean` that is its sum.
 
-    Finds: over several units, a `total` that is the plain mean of a loss function of torch, or a
-    `mean` that is its plain sum.
-
-    Costs: a walk over the scalar end of the graph.
-
-    Raises: the graph shows the reduction, and no factor changes it.
-
-    Cannot see: `.mean()` and `.sum()` of losses; a mean with a factor; one unit.
+    The graph shows the reduction, and no factor changes it.
     """
 
     def loss_is_known(self, micro: LossOfMicroBatch) -> Iterable[str]:
@@ -35,8 +28,7 @@ class OwnReduction(Check):
         if micro.is_mean:
             raise LossError(
                 f"mean is the sum of {function}, and must be the mean over its units={number}: its "
-                f"gradient would be too large. Pass it as a sum, backward(total, units={number}), "
-                "or take the mean"
+                f"gradient would be too large. Pass it as a sum, backward(total, units={number})"
             )
         raise LossError(
             f"total is the mean of {function}, and must be the sum over its units={number}: its "

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from wholebatch.audit.samples_run import Precision
+from wholebatch.audit.samples_run import Rounding
 from wholebatch.batch import Tokens
 from wholebatch.batch.samples import Layout
 from wholebatch.batch.tokens import without_padding
@@ -17,7 +17,6 @@ from wholebatch.coupled.normalisation_layers import evaluation_mode
 from wholebatch.errors import UnsupportedError
 from wholebatch.losses.loss import Loss, Terms, terms_of
 from wholebatch.window.forward_state import ForwardState
-from wholebatch.window.precision import SIXTEEN_BIT
 
 _SEQUENCES = 4
 _TRIMMED = (
@@ -46,10 +45,8 @@ def check_padding(
             padded = terms_of(run(pair[0]))
         trimmed = terms_of(run(pair[1]))  # its graph tells the precision
     dtypes = [parameter.dtype for model in models for parameter in model.parameters()]
-    precision = Precision.of(dtypes).with_dtypes(term.total for term in trimmed.values())
-    allowed = precision.relative / 5 if precision.narrowest in SIXTEEN_BIT else 2e-5
-    if torch.backends.cuda.matmul.allow_tf32:
-        allowed = max(allowed, 1e-3)
+    rounding = Rounding.of(dtypes, [term.total for term in trimmed.values()])
+    allowed = max(2e-5, rounding.relative / (5 if rounding.gradient == math.inf else 50))
     for name in padded:
         total, units = float(padded[name].total), float(padded[name].units)
         trimmed_total = float(trimmed[name].total.detach())

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from wholebatch.batch.roles import Roles
-from wholebatch.batch.samples import BatchSize, Layout, Static, is_positive, layout_of
-from wholebatch.batch.tokens import Tokens, real_tokens, text_of, token_micro_batches
+from wholebatch.batch.samples import BatchSize, Static, is_positive, layout_of
+from wholebatch.batch.tokens import Tokens, token_micro_batches
 from wholebatch.errors import OptionError
 
 
@@ -71,17 +69,12 @@ def split_numbered(
 
 def joined(
     batches: Sequence[Any],
-    by: Tokens | None = None,
     *,
     batch_size: BatchSize = None,
     static: Static = (),
     roles: Roles | None = None,
 ) -> Any:
     """Return these batches as one; None if they differ in more than their number of samples.
-
-    With `by`, they may differ in width as well, if they have a mask: narrower ones are padded on
-    the right, each leaf with the value that it has where the mask is zero. A leaf without such a
-    value, or with several, cannot be padded.
 
     >>> import torch
     >>> parts = [{"x": torch.ones(2, 3), "t": 0.5}, {"x": torch.zeros(1, 3), "t": 0.5}]
@@ -95,8 +88,6 @@ def joined(
     kinds = [(leaf.name, leaf.batched) for leaf in first.leaves]
     if any(kinds != [(leaf.name, leaf.batched) for leaf in other.leaves] for other in others):
         return None
-    texts = [None if by is None else text_of(layout, by) for layout in layouts]
-    widths = [None if text is None or text.lengths is None else text.width for text in texts]
     values = []
     for index, leaf in enumerate(first.leaves):
         column = [layout.leaves[index].value for layout in layouts]
@@ -114,45 +105,10 @@ def joined(
             isinstance(value, Tensor) and value.dtype is column[0].dtype for value in column
         ):
             return None
-        parts = _of_one_width(column, widths, partial(_filler, layouts, index, by))
-        if parts is None:
+        if len({value.shape[1:] for value in column}) > 1:
             return None
-        values.append(torch.cat(parts))
+        values.append(torch.cat(column))
     return first.structure.build(values)
-
-
-def _filler(layouts: Sequence[Layout], index: int, by: Tokens | None) -> float | None:
-    """Return the one value of a leaf where the mask is zero; None if there is none, or several."""
-    padding = []
-    for layout in layouts:
-        real = None if by is None else real_tokens(layout, by.mask)
-        value = layout.leaves[index].value
-        if real is not None and value.shape[:2] == real.shape:
-            padding.append(value[~real.to(value.device)].flatten())
-    values = torch.cat(padding).unique() if padding else torch.empty(0)
-    return values[0].item() if len(values) == 1 else None
-
-
-def _of_one_width(
-    tensors: list[Tensor], widths: Sequence[int | None], filler_of: Callable[[], float | None]
-) -> list[Tensor] | None:
-    """Pad the tokens of each tensor to the widest; None if that is not possible."""
-    if len({tensor.shape[1:] for tensor in tensors}) == 1:
-        return tensors
-    if len({tensor.shape[2:] for tensor in tensors}) > 1 or any(
-        tensor.dim() < 2 or tensor.shape[1] != width
-        for tensor, width in zip(tensors, widths, strict=True)
-    ):
-        return None
-    widest, filler = max(tensor.shape[1] for tensor in tensors), filler_of()
-    if filler is None:
-        return None
-    return [
-        functional.pad(
-            tensor, (0, 0) * (tensor.dim() - 2) + (0, widest - tensor.shape[1]), value=filler
-        )
-        for tensor in tensors
-    ]
 
 
 def _is_equal(value: Any, other: Any) -> bool:

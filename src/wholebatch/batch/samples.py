@@ -13,18 +13,15 @@ A batch consists of containers (mappings, dataclasses, named tuples, tuples, lis
 
 Which values hold samples is a contract, not a guess:
 
-1. The number of samples is the first dimension of the first tensor (or NumPy array). Tensors inside
-   lists do not tell it. A batch without any other tensor has as many samples as its first list of
-   dicts, strings or numbers has items. `batch_size=` says the number instead.
-2. Tensors with that first dimension and lists with that length are split.
+1. The number of samples is the first dimension of the first tensor (or NumPy array) outside of
+   lists; without one, the length of the first list of dicts, strings or numbers. `batch_size=` says
+   the number instead.
+2. Tensors with that first dimension and lists with that length are split. The batch itself may be a
+   list or tuple of its parts, as `DataLoader` yields it.
 3. Tensors without dimensions or with one row, and all other values, are passed on whole. So is what
    `static=` names.
 4. A tensor with another first dimension is an error: it misses a row, or belongs into `static=`.
-5. The batch itself may be a list or tuple of its parts, as `DataLoader` yields it. A list of dicts
-   with the same keys, of strings or of numbers is a list of samples.
-6. A list that fits both ways is an error: as many tensors as samples, each with as many rows. A
-   tuple of such tensors is parts, and a tuple of numbers is a size, such as (224, 224).
-7. In a run, the first batch decides what each leaf is (`Roles`).
+5. In a run, the first batch decides what each leaf is (`Roles`).
 """
 
 from __future__ import annotations
@@ -32,7 +29,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import sys
-from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Number
@@ -41,7 +37,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
-from torch.utils.data import DataLoader
 
 from wholebatch.batch.roles import Roles
 from wholebatch.errors import OptionError, SplitError
@@ -116,8 +111,7 @@ def children(node: Any) -> list[tuple[str, Any]] | None:
     if isinstance(node, Tensor):
         return None  # By far the most common case, and the tests below are slow.
     if isinstance(node, Mapping):
-        inner = [(str(key), value) for key, value in node.items()]
-        return inner + [(name, getattr(node, name)) for name in _list_attributes(node)]
+        return [(str(key), value) for key, value in node.items()]
     if isinstance(node, PackedSequence):
         return None  # A named tuple by type, but its parts are meaningless one by one.
     if _is_named_tuple(node):
@@ -155,17 +149,6 @@ def _field_names(node: Any) -> list[str]:
     return [field.name for field in dataclasses.fields(node) if hasattr(node, field.name)]
 
 
-def _list_attributes(node: Any) -> list[str]:
-    """Return the names of lists that a UserDict carries beside its items.
-
-    Hugging Face's BatchEncoding keeps the tokenizer's per-sample encodings this way. If they were
-    not split too, `micro.word_ids(0)` would answer for another sample.
-    """
-    if not isinstance(node, UserDict):
-        return []
-    return [name for name, value in vars(node).items() if isinstance(value, list)]
-
-
 def _rebuild(node: Any, values: list[Any]) -> Any:
     if isinstance(node, Mapping):
         return _rebuild_mapping(node, values)
@@ -197,25 +180,21 @@ def _rebuild_dataclass(node: Any, values: list[Any]) -> Any:
 
 
 def _rebuild_mapping(node: Mapping[Any, Any], values: list[Any]) -> Any:
-    items = dict(zip(node, values, strict=False))
+    items = dict(zip(node, values, strict=True))
     if not isinstance(node, MutableMapping):
         return type(node)(items)  # type: ignore[call-arg]
     copied = copy.copy(node)
-    # A class that keeps its items in a dict of its own and has no __copy__ shares that dict with
-    # its copy. Writing the new values would then change the caller's batch.
     for key, new in items.items():
         old = node[key]
         if old is new:
             continue
         copied[key] = new
-        if node[key] is new:
+        if node[key] is new:  # the copy shares its items with the caller's batch
             copied[key] = old
             raise SplitError(
                 f"a batch of type {type(node).__name__}: its copy.copy() shares its items with the "
                 "original; give the class a __copy__ that copies them, or pass a dict"
             )
-    for name, new in zip(_list_attributes(node), values[len(items) :], strict=True):
-        setattr(copied, name, new)
     return copied
 
 
@@ -241,7 +220,7 @@ def _move(value: Any, device: torch.device) -> Any:
         return value
     if device.type != "cuda" or value.device.type != "cpu":
         return value.to(device)
-    if value.layout == torch.strided and not value.is_nested and not value.is_pinned():
+    if value.layout == torch.strided and not value.is_pinned():
         # A copy from pageable memory always blocks the host. The pinned block is released only
         # after the copy: PyTorch's host allocator marks it with an event.
         value = value.pin_memory()
@@ -326,10 +305,7 @@ def layout_of(
         raise SplitError(f"static={min(missing)!r}: the batch has no such leaf; it has {names}")
     leaves = tuple(leaf if leaf.name in fixed else _judged(leaf, size, roles) for leaf in flat)
     arrays = [leaf for leaf in leaves if leaf.name not in fixed and is_array(leaf.value)]
-    _refuse_one_row(size, source, arrays)
-    for leaf in arrays:
-        if not leaf.batched:
-            _refuse_other_rows(leaf, size, source, arrays)
+    _refuse_other_rows(size, source, arrays)
     if not any(leaf.batched for leaf in leaves):
         raise SplitError(
             f"batch_size={size}: no tensor of the batch has {size} rows, and no list has {size} "
@@ -367,9 +343,7 @@ def take(value: Any, rows: Rows) -> Any:
     """Return the samples `rows` of one leaf that has a batch dimension."""
     if isinstance(value, Tensor):
         if isinstance(rows, slice):
-            if value.layout == torch.strided:
-                return value[rows]
-            rows = list(range(value.shape[0])[rows])  # A sparse tensor has no views by row.
+            return value[rows]
         return value.index_select(0, torch.tensor(rows, device=value.device))
     if is_array(value):
         return value[rows]
@@ -410,20 +384,11 @@ def _count_samples(batch: Any, fixed: frozenset[str]) -> tuple[int, str]:
             lists.append((len(node), name))
     if lists:
         return lists[0]
-    if isinstance(batch, (Iterator, DataLoader)):
-        raise SplitError(
-            f"the batch is a {type(batch).__name__}, and step() takes one batch: "
-            "for batch in loader: train.step(batch)"
-        )
-    if children(batch) is None and hasattr(batch, "__dict__"):
-        raise SplitError(
-            f"the batch is a {type(batch).__name__}, which cannot be taken apart: give a dict, a "
-            "tuple, a named tuple or a dataclass of tensors"
-        )
     raise SplitError(
         f"the number of samples is not known: the batch (a {type(batch).__name__}) has no tensor "
-        "with a first dimension outside of lists, and no list of dicts, strings or numbers; add "
-        f"one, or give the number: {_as_options('batch_size=lambda batch: ...')}"
+        "with a first dimension outside of lists, and no list of dicts, strings or numbers. Give a "
+        "dict, a tuple or a dataclass of tensors (of a loader, each batch), or the number: "
+        f"{_as_options('batch_size=lambda batch: ...')}"
     )
 
 
@@ -433,10 +398,7 @@ def _as_options(hint: str) -> str:
 
 
 def _outside_lists(name: str, node: Any, fixed: frozenset[str]) -> Iterator[tuple[str, Any]]:
-    """Yield the leaves, lists and tuples of a batch, without what is in a list or tuple.
-
-    The batch itself may be a list or tuple of its parts, as DataLoader yields it.
-    """
+    """Yield the leaves, lists and tuples of a batch, without what is in a list or tuple."""
     if name in fixed:
         return
     _refuse_unsplittable(name, node)
@@ -483,26 +445,17 @@ def _fits(name: str, node: Any, size: int) -> bool:
     """True if the container `node` may be a list of samples, which is not taken apart further."""
     if len(node) != size:
         return False
+    arrays = [leaf.value for leaf in flatten(node)[0] if is_array(leaf.value)]
+    rows = {array.shape[0] for array in arrays if array.ndim}
     first = next((item for item in node if item is not None), None)
-    if size == 1 or is_record(first) or set(_rows_within(node)) != {size}:
+    if size == 1 or is_record(first) or rows != {size}:
         return True
     if isinstance(node, tuple) or not name:
         return False
     raise SplitError(
-        f"the list {name!r} has {size} items, and each has a first dimension of {size}: they could "
-        "be samples or parts of the batch. Make it a tuple if they are parts, or a list of dicts "
-        "if they are samples"
+        f"the list {name!r} has {size} items, and each has a first dimension of {size}: make it a "
+        "tuple if they are parts of the batch, or a list of dicts if they are samples"
     )
-
-
-def _rows_within(node: Any) -> Iterator[int]:
-    """Yield the first dimension of each tensor in a container."""
-    if is_array(node):
-        if node.ndim > 0:
-            yield int(node.shape[0])
-    elif not isinstance(node, (str, Number)):
-        for _, value in children(node) or ():
-            yield from _rows_within(value)
 
 
 def _judged(leaf: Leaf, size: int, roles: Roles | None) -> Leaf:
@@ -518,36 +471,22 @@ def _judged(leaf: Leaf, size: int, roles: Roles | None) -> Leaf:
     return Leaf(name, value, fits)
 
 
-def _refuse_other_rows(leaf: Leaf, size: int, source: str, arrays: Sequence[Leaf]) -> None:
-    """Refuse a tensor with another number of rows; one row is shared by all samples."""
-    if size == 1 or leaf.value.ndim == 0 or leaf.value.shape[0] == 1:
-        return
-    expected = f"batch_size={size}" if source == "batch_size=" else f"{source!r} has {size} rows"
-    rows = _rows_of(arrays)
-    is_odd = rows.count(size) == 1 < rows.count(leaf.value.shape[0])  # the first one, not this one
-    name = source if is_odd and source != "batch_size=" else leaf.name
-    raise SplitError(
-        f"{expected}, and {leaf.name!r} has {leaf.value.shape[0]}: each tensor of a batch needs "
-        "one row for each sample; check the function that makes the batch (collate_fn). If "
-        f"{name!r} is not a value per sample, pass {_as_options(f'static={name!r}')}"
-    )
-
-
-def _refuse_one_row(size: int, source: str, arrays: Sequence[Leaf]) -> None:
-    """Refuse a first tensor that alone has one row: it may be no value per sample."""
-    rows = _rows_of(arrays)
-    if size > 1 or rows.count(1) != 1 or len(rows) == 1 or source == "batch_size=":
-        return
-    other = next(leaf for leaf in arrays if leaf.value.ndim and leaf.value.shape[0] > 1)
-    raise SplitError(
-        f"{source!r} has one row, and {other.name!r} has {other.value.shape[0]}: is this one "
-        f"sample? Then pass {_as_options('batch_size=1')}. If {source!r} is not a value per "
-        f"sample, pass {_as_options(f'static={source!r}')}"
-    )
-
-
-def _rows_of(arrays: Sequence[Leaf]) -> list[int]:
-    return [leaf.value.shape[0] for leaf in arrays if leaf.value.ndim]
+def _refuse_other_rows(size: int, source: str, arrays: Sequence[Leaf]) -> None:
+    """Refuse tensors with another number of rows; one row is shared by all samples."""
+    rows = [leaf.value.shape[0] for leaf in arrays if leaf.value.ndim]
+    if size == 1 and (rows.count(1) != 1 or source == "batch_size="):
+        return  # one sample, and tensors beside it
+    for leaf in arrays:
+        if leaf.value.ndim and leaf.value.shape[0] not in (1, size):
+            is_counted = source != "batch_size="
+            names = {source: 0, leaf.name: 0} if is_counted else {leaf.name: 0}
+            static = " or ".join(f"static={name!r}" for name in names)
+            counted = f"{source!r} has" if is_counted else "batch_size= says"
+            raise SplitError(
+                f"{counted} {size} rows, and {leaf.name!r} has {leaf.value.shape[0]}: each tensor "
+                "of a batch needs one row for each sample. What is not a value per sample is "
+                f"named, {_as_options(static)}; for one sample say batch_size=1"
+            )
 
 
 def _described(leaf: Leaf) -> str:
@@ -563,15 +502,9 @@ def _refuse_unsplittable(name: str, value: Any) -> None:
             f"{what} is a PackedSequence, which interleaves its samples by time step: give the "
             "padded tensor and its lengths, and pack inside the loss function"
         )
-    if not isinstance(value, Tensor):
-        return
-    if value.is_nested:
+    if isinstance(value, Tensor) and (value.is_nested or value.layout != torch.strided):
+        kind = "nested (jagged)" if value.is_nested else str(value.layout)
         raise SplitError(
-            f"{what} is a nested (jagged) tensor, which has no batch dimension to slice: give a "
-            "padded tensor with a mask, or a list of tensors"
-        )
-    if value.layout not in (torch.strided, torch.sparse_coo):
-        raise SplitError(
-            f"{what} has the layout {value.layout}, whose rows cannot be selected: convert it "
-            "with .to_sparse_coo() or .to_dense()"
+            f"{what} is a {kind} tensor, whose rows are no views: give a dense or padded tensor "
+            "with a mask, or a list of tensors"
         )

@@ -39,8 +39,7 @@ class Tokens:
         budget: The most tokens of a micro-batch, padding included.
         mask: The name of a `[samples, tokens]` leaf that is nonzero for real tokens.
         trim: The names of the leaves to trim, `[samples, tokens, ...]`. Default: the leaves
-            `[samples, tokens]` that were as wide as the mask in every batch so far.
-        sort: Sort the samples by length. False keeps their order.
+            `[samples, tokens]` that were as wide as the mask in the first batch.
         multiple: Trim to multiples of this many tokens. Micro-batches then have few shapes, and
             each shape has its own compiled graph.
     """
@@ -49,7 +48,6 @@ class Tokens:
     _: KW_ONLY
     mask: str | None = None
     trim: str | Sequence[str] | None = None
-    sort: bool = True
     multiple: int = 1
 
     def __post_init__(self) -> None:
@@ -97,11 +95,10 @@ def text_of(layout: Layout, by: Tokens) -> Text:
         shapes = sorted((array.shape for array in _arrays_of(layout).values()), key=_is_longer)
         return Text(None, int(shapes[0][1]) if shapes else None)
     ends, width = _ends(real), int(real.shape[1])
-    is_cut = bool(ends) and min(ends) < width
-    trimmed = _named(layout, by.trim, width) if by.trim else _as_wide(layout, width, is_cut)
+    trimmed = _named(layout, by.trim, width) if by.trim else _as_wide(layout, width)
     leaves = [layout.leaves[index].value for index in sorted(trimmed)]
     # Where values beyond the mask are no padding (targets that count), no token is trimmed.
-    if is_cut and not by.trim and not _is_padding_beyond(ends, leaves):
+    if not by.trim and not _is_padding_beyond(ends, leaves):
         ends = [width] * len(ends)
     return Text(ends, width, trimmed)
 
@@ -128,48 +125,28 @@ def _has_tokens(leaf: Leaf, width: int) -> bool:
     return is_array(leaf.value) and leaf.value.ndim >= 2 and leaf.value.shape[1] == width
 
 
-def _as_wide(layout: Layout, width: int, is_cut: bool) -> frozenset[int]:
-    """Return the indices of the leaves [samples, tokens] that were as wide as the text so far."""
+def _as_wide(layout: Layout, width: int) -> frozenset[int]:
+    """Return the indices of the leaves [samples, tokens] that were as wide as the first text."""
     trimmed = set()
     for index, leaf in enumerate(layout.leaves):
-        if not leaf.batched or not is_array(leaf.value) or leaf.value.ndim < 2:
-            continue
-        is_text = width in leaf.value.shape[1:]
-        is_trimmed = is_text and leaf.value.ndim == 2
-        if layout.roles is not None:
-            is_text = layout.roles.is_text(leaf.name, is_text, is_cut and is_trimmed)
-        if is_text and is_trimmed:
-            trimmed.add(index)
-        elif is_text and is_cut and width > 1:
-            raise SplitError(
-                f"the leaf {leaf.name!r} is {tuple(leaf.value.shape)}, and the batch is {width} "
-                "tokens wide: only leaves [samples, tokens] are trimmed by themselves. Name all "
-                "leaves to trim in their second dimension, wb.tokens(..., trim=(...)); a tensor "
-                "with tokens in another dimension is made inside the loss function, from one that "
-                "is [samples, tokens]"
-            )
+        if leaf.batched and is_array(leaf.value) and leaf.value.ndim == 2:
+            is_text = leaf.value.shape[1] == width
+            if layout.roles is not None:
+                is_text = layout.roles.is_text(leaf.name, is_text)
+            if is_text:
+                trimmed.add(index)
     return frozenset(trimmed)
 
 
 def _is_padding_beyond(ends: list[int], leaves: Sequence[Any]) -> bool:
-    """True if each leaf [samples, tokens] holds one value beyond the ends: it tells nothing.
-
-    Positions are padding, too: they count on in the columns, or stay at the sample's length.
-    """
+    """True if each leaf [samples, tokens] holds one value beyond the ends: it tells nothing."""
     for leaf in leaves:
-        values = _dense(leaf)
-        values = values.int() if values.dtype is torch.bool else values
-        lengths = torch.tensor(ends, device=values.device)[:, None]
-        columns = torch.arange(values.shape[1], device=values.device)[None]
-        beyond = columns >= lengths
-        offsets = (torch.zeros_like(columns), columns, lengths)
-        if not any(bool(_is_one(values[beyond] - by.expand_as(beyond)[beyond])) for by in offsets):
+        values = torch.as_tensor(leaf)
+        columns = torch.arange(values.shape[1], device=values.device)
+        beyond = values[columns >= torch.tensor(ends, device=values.device)[:, None]]
+        if not bool((beyond == beyond[:1]).all()):
             return False
     return True
-
-
-def _is_one(values: Tensor) -> Tensor:
-    return (values == values[:1]).all()
 
 
 def _arrays_of(layout: Layout) -> dict[str, Any]:
@@ -186,7 +163,7 @@ def real_tokens(layout: Layout, mask: str | None) -> Tensor | None:
     arrays = _arrays_of(layout)
     leaf = arrays.get(mask or "attention_mask")
     if leaf is not None and leaf.ndim == 2:
-        values = _dense(leaf)
+        values = torch.as_tensor(leaf)
         if not values.is_floating_point() or not bool((values < 0).any()):
             return values != 0
     if mask is None:
@@ -206,11 +183,6 @@ def _ends(real: Tensor) -> list[int]:
     places = torch.arange(1, real.shape[1] + 1, device=real.device)
     ends: list[int] = (real * places).amax(dim=1).tolist()
     return ends
-
-
-def _dense(value: Any) -> Tensor:
-    tensor = torch.as_tensor(value)
-    return tensor.to_dense() if tensor.layout != torch.strided else tensor
 
 
 def token_micro_batches(layout: Layout, by: Tokens) -> list[tuple[Any, Sequence[int]]]:
@@ -254,25 +226,21 @@ def _rounded(length: int, by: Tokens, width: int) -> int:
 
 
 def _pack(lengths: list[int], by: Tokens) -> list[list[int]]:
-    """Return which samples go together: filled greedily, in the given order or longest first."""
-    order = list(range(len(lengths)))
-    if by.sort:
-        order.sort(key=lambda row: -lengths[row])
+    """Return which samples go together: filled greedily, the longest first."""
     packs: list[list[int]] = []
-    longest = 0
-    for row in order:
+    width = 0
+    for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
         length = max(lengths[row], 1)
         if length > by.budget:
             raise SplitError(
                 f"sample {row} is {length} tokens long, more than the budget of {by.budget}: "
                 f"raise the budget to {max(lengths)} or more, or shorten the samples"
             )
-        longest = max(longest, length)
-        if packs and (len(packs[-1]) + 1) * longest <= by.budget:
+        if packs and (len(packs[-1]) + 1) * width <= by.budget:
             packs[-1].append(row)
         else:
             packs.append([row])
-            longest = length
+            width = length
     return packs
 
 
@@ -291,7 +259,4 @@ def _micro_batch(layout: Layout, rows: list[int], trimmed: Collection[int], widt
 
 def _narrow(value: Any, width: int) -> Any:
     """Return the first `width` tokens of each sample."""
-    width = min(width, value.shape[1])
-    if isinstance(value, Tensor) and value.layout != torch.strided:
-        return value.index_select(1, torch.arange(width, device=value.device))
     return value[:, :width]

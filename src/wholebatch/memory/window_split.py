@@ -48,7 +48,7 @@ class WindowSplit:
         by = self.given
         whole = None
         if len(batches) > 1 and (by == "auto" or isinstance(by, Tokens)):
-            whole = joined(batches, by if isinstance(by, Tokens) else None, **self.layout)
+            whole = joined(batches, **self.layout)
         pieces = batches if whole is None else (whole,)
         if by == "auto" and self.fits is None:
             self.fits = choose(pieces)
@@ -66,8 +66,7 @@ class WindowSplit:
 
     def undivided(self, batches: Sequence[Any]) -> Any:
         """Return the batch, or several as one, for a model that must see all of it at once."""
-        by = self.given if isinstance(self.given, Tokens) else None
-        whole = batches[0] if len(batches) == 1 else joined(batches, by, **self.layout)
+        whole = batches[0] if len(batches) == 1 else joined(batches, **self.layout)
         if whole is None:
             raise UnsupportedError(
                 f"a window of {len(batches)} batches that cannot be joined into one (they differ "
