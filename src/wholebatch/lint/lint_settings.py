@@ -34,7 +34,7 @@ class Settings:
         for code in (*self.select, *self.ignore):
             if not any(k.startswith(code) for k in known):
                 raise OptionError(
-                    f"{code}: names no rule; codes are {RULES[0].code} to {RULES[-1].code}, "
+                    f"{code}: names no rule (--select, --ignore); codes are {RULES[0].code} to {RULES[-1].code}, "
                     "or a prefix such as WB1"
                 )
 
