@@ -83,15 +83,15 @@ def measure(folder: Path, labels: Mapping[str, frozenset[str]]) -> Score:
     for path, wanted in labels.items():
         noticed = lint_paths([str(folder / path)], settings=Settings())
         findings = [finding for finding in noticed if finding.code.startswith("WB1")]
-        found = {finding.code for finding in findings}
+        reported = {finding.code for finding in findings}
         expected = wanted - {"plain"}
         # A rule that has an error and a note in one file counts as an error.
         by_code = {f.code: f.level for f in sorted(findings, key=lambda f: f.level, reverse=True)}
         score.levels.update((level, code in expected) for code, level in by_code.items())
-        score.right.update(found & expected)
+        score.right.update(reported & expected)
         for kind, counter, codes in (
-            ("wrong", score.wrong, found - expected),
-            ("missed", score.missed, expected - found),
+            ("wrong", score.wrong, reported - expected),
+            ("missed", score.missed, expected - reported),
         ):
             counter.update(codes)
             score.differences += [f"{kind} {code} {path}" for code in sorted(codes)]
@@ -107,9 +107,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Measure the linter on labelled files.")
     parser.add_argument("folder", type=Path, help="folder of the labelled files")
     parser.add_argument("labels", type=Path, help="file of labels: path and rules on each line")
-    given = parser.parse_args(argv)
-    labels = read_labels(given.labels.read_text(encoding="utf-8"))
-    print(measure(given.folder, labels).table())
+    options = parser.parse_args(argv)
+    labels = read_labels(options.labels.read_text(encoding="utf-8"))
+    print(measure(options.folder, labels).table())
     return 0
 
 

@@ -196,7 +196,8 @@ def run_rewritten(
     others = [other.clone() for other in written.others]
     seed = torch.tensor(0.25).to(written.form.dtypes[0])
     with torch.no_grad():
-        outputs = rewritten.graph(*trained, *others, *inputs.tensors, seed, *casts, *buffers)
+        read = [[*casts, *buffers][place] for place in rewritten.read]
+        outputs = rewritten.graph(*trained, *others, *inputs.tensors, seed, *read)
     return rewritten, list(outputs), [buffer - held for buffer in buffers]
 
 

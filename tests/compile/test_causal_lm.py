@@ -161,7 +161,9 @@ def test_slices_within_the_traced_micro_step() -> None:
     ]
     assert max(logits) <= 128
     targets = [node.target for node in step.joint._run.graph.nodes]  # type: ignore[attr-defined]
-    assert 2 * (targets.count(torch.ops.aten._log_softmax.default)) == len(logits)
+    slices = targets.count(torch.ops.aten._log_softmax.default)
+    assert 2 * slices == len(logits)  # Each is made once, when the one before it is used up.
+    assert targets.count(torch.ops.wholebatch.after.default) == slices - 1
 
 
 @pytest.mark.usefixtures("small_slices")

@@ -21,7 +21,6 @@ from wholebatch.compile.constant_values import draws
 from wholebatch.compile.graph_inputs import take_apart
 from wholebatch.compile.guards import GuardSet
 from wholebatch.compile.host_constants import lift_host_constants
-from wholebatch.errors import WindowError
 
 
 class Wrapped(nn.Module):
@@ -140,12 +139,9 @@ def test_a_value_that_may_differ_next_time_is_refused(make: Any, reason: str) ->
     assert mode_of(train) == "eager"
 
 
-def test_a_forward_that_casts_its_model_is_not_traced_and_not_accumulated() -> None:
+def test_a_forward_that_casts_its_model_is_not_traced() -> None:
     train = traced(Wrapped(casts))
-    with (
-        pytest.warns(ExecuteWarning, match="its forward casts or moves a Sequential"),
-        pytest.raises(WindowError, match=r"the gradient of inner\.0\.weight has changed since"),
-    ):
+    with pytest.warns(ExecuteWarning, match="its forward casts or moves a Sequential"):
         train.step(samples(10))
     assert mode_of(train) == "eager"
 

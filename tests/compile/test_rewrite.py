@@ -183,28 +183,3 @@ def test_many_indices_of_a_small_embedding_add_into_copies_of_it() -> None:
     assert distance(found, list(wanted)) <= 1e-12
     puts = [str(node.target) for node in made.graph.graph.nodes if "index_put" in str(node.target)]
     assert sorted(puts) == ["aten.index_put.default", "aten.index_put_.default"]
-
-
-class RotatedInPart(nn.Module):
-    """Concatenates transposed heads with an empty rest, as Phi-3 does."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embed = nn.Embedding(11, 8)
-        self.read = nn.Linear(8, 11)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        heads = self.embed(tokens).unflatten(-1, (2, 4)).transpose(1, 2)
-        whole = torch.cat([heads * 2.0, heads[..., 4:]], dim=-1)
-        mixed = torch.nn.functional.scaled_dot_product_attention(whole, whole, whole)
-        logits: Tensor = self.read(mixed.transpose(1, 2).flatten(2))
-        return logits
-
-
-def test_a_concatenation_with_nothing_is_a_contiguous_copy() -> None:
-    rewritten, _, found = run_rewritten(RotatedInPart(), loss, choose("full", "cpu"))
-    targets = [node.target for node in rewritten.graph.graph.nodes]
-    assert torch.ops.aten.cat.default not in targets
-    assert torch.ops.aten.clone.default in targets
-    assert all(bool(one.abs().sum() > 0) for one in found)

@@ -44,7 +44,7 @@ INTERNALS = (
         ),
     ),
     Internal("torch._dispatch.python", "enable_python_dispatcher", "the trace", _EAGER),
-    Internal(_FAKE, "FakeTensorMode", "tensors without numbers", _EAGER, ("FakeTensor",)),
+    Internal(_FAKE, "FakeTensorMode", "tensors without numbers", _EAGER),
     Internal(
         "torch.utils._python_dispatch",
         "TorchDispatchMode",
@@ -115,7 +115,6 @@ INTERNALS = (
         ("_check_tensor_all",),
     ),
     Internal("torch.nn", "Module._apply", "a forward that converts a module is refused", _EAGER),
-    Internal("torch", "Tensor._version", "writes into tensors", _EAGER),
     Internal(
         "torch.fx.experimental.symbolic_shapes",
         "ShapeEnv",
@@ -147,9 +146,13 @@ INTERNALS = (
     Internal(
         "torch.optim.optimizer",
         "Optimizer.register_step_post_hook",
-        "hooks run once, not per bucket",
+        "hooks run once, not per bucket, and a step that others look into is refused",
         "optimizer_state='host' fails",
-        ("_optimizer_step_post_hooks",),
+        (
+            "_optimizer_step_post_hooks",
+            "_optimizer_step_pre_hooks",
+            "_global_optimizer_pre_hooks",
+        ),
     ),
 )
 """Every name counts, with or without an underscore: the attributes are those of torch's objects."""
@@ -245,12 +248,6 @@ TEST_AND_MEMORY_INTERNALS = (
         ("_should_skip_dynamo",),
     ),
     Internal(_FAKE, "FakeTensorMode", "memory of a model that is not there", "no plan"),
-    Internal(
-        "torch.testing._internal.distributed.fake_pg",
-        "FakeStore",
-        "memory of one rank of FSDP2, without the others",
-        "no plan for FSDP2",
-    ),
     Internal("torch", "Tensor._indices", "bytes of sparse gradients", _TEST, ("_values",)),
     Internal("torch", "Tensor._backward_hooks", "the test runs no hook of the user's", _TEST),
     Internal("torch", "Tensor._version", "finds a step of another model's optimizer", _TEST),

@@ -230,32 +230,6 @@ class Dropped(nn.Module):
         return made
 
 
-def test_no_replay_waits_for_the_host() -> None:
-    train = wb.WholeBatch(
-        model := fresh(),
-        torch.optim.SGD(model.parameters(), lr=0.1),
-        loss=loss,
-        micro_batch=4,
-        execute="graph",
-    )
-    train._runner.executor._plan.compiles = False
-    whole = {name: leaf.cuda() for name, leaf in batch(20).items()}
-    for _ in range(3):
-        train.step(whole)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")
-
-        def watch(done: int, of: int) -> None:
-            # From after the first micro-batch, which looks at the window, to the last one.
-            torch.cuda.set_sync_debug_mode("error" if done < of else "default")
-
-        try:
-            train.step(whole, after_micro=watch)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-    assert train._runner.executor.mode == "graph of operations"
-
-
 def test_a_recorded_step_waits_for_its_numbers_alone() -> None:
     """From the split to the optimizer's step; the numbers are read after it, through an event."""
     model = fresh()

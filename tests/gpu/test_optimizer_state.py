@@ -87,17 +87,6 @@ def test_under_recorded_graphs() -> None:
     assert far(ours, plain) <= 1e-4
 
 
-def test_a_loaded_state_is_moved() -> None:
-    plain, _, _ = run(torch.float32, updates=4)
-    ours, _, train = run(torch.float32, updates=3, optimizer_state="host")
-    (optimizer,) = train._ledger.target.optimizers
-    optimizer.load_state_dict(optimizer.state_dict())
-    assert all(one.is_cuda for one in state_of(train))
-    train.step(batch())
-    assert all(one.is_pinned() for one in state_of(train))
-    assert far(ours, plain) <= 1e-6
-
-
 def test_the_device_does_not_hold_the_state() -> None:
     held = {}
     for place in ("device", "host"):

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import time
 import warnings
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 import wholebatch as wb
-from wholebatch.verification import verify_loop
 
 Micro = dict[str, Tensor]
 
@@ -130,33 +128,3 @@ def test_a_batch_that_does_not_fit_is_cut_down() -> None:
     assert verdict.same, str(verdict)
     assert 24 <= verdict.samples < 41
     assert any("does not fit in memory" in note for note in verdict.notes)
-
-
-def test_loops_on_the_device() -> None:
-    def window(weigh: Any) -> Any:
-        def loop(model: Any, optimizer: Any, micros: Any) -> None:
-            units = sum(int((micro["y"] != -100).sum()) for micro in micros)
-            for micro in micros:
-                with torch.autocast("cuda", dtype=torch.bfloat16):
-                    logits = model(micro["x"]).flatten(0, -2)
-                    total = functional.cross_entropy(
-                        logits.float(), micro["y"].flatten(), reduction="sum"
-                    )
-                (total * weigh(micro, units, len(micros))).backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-
-        return loop
-
-    def counted(micro: Micro) -> int:
-        return int((micro["y"] != -100).sum())
-
-    right = verify_loop(window(lambda micro, units, steps: 1 / units), device="cuda")
-    assert right.same, str(right)
-    means = verify_loop(
-        window(lambda micro, units, steps: 1 / counted(micro) / steps), device="cuda"
-    )
-    assert means.mistakes == ("mean-of-means",), str(means)
-    added = verify_loop(window(lambda micro, units, steps: 1 / counted(micro)), device="cuda")
-    assert added.mistakes[0] == "not-divided", str(added)

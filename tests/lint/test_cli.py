@@ -46,19 +46,19 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return file
 
 
-def found(capsys: pytest.CaptureFixture[str]) -> list[str]:
+def reported(capsys: pytest.CaptureFixture[str]) -> list[str]:
     lines = capsys.readouterr().out.splitlines()
     return [line.split()[1] for line in lines if not line.startswith("    | ")]
 
 
 def test_status_and_lines(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train.py"]) == FOUND
-    assert found(capsys) == ["WB101", "WB109", "WB110"]
+    assert reported(capsys) == ["WB101", "WB109", "WB110"]
     assert main([".", "--select", "WB104"]) == CLEAN
     assert main(["--select", "WB10,WB110", "train.py"]) == FOUND
-    assert found(capsys) == ["WB101", "WB109", "WB110"]
+    assert reported(capsys) == ["WB101", "WB109", "WB110"]
     assert main(["train.py", "--ignore", "WB109", "--ignore", "WB110"]) == FOUND
-    assert found(capsys) == ["WB101"]
+    assert reported(capsys) == ["WB101"]
 
 
 def test_notes_do_not_fail(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -93,7 +93,7 @@ def test_without_a_path_the_folder_is_read(
     script: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([]) == FOUND
-    assert found(capsys) == ["WB101", "WB109", "WB110"]
+    assert reported(capsys) == ["WB101", "WB109", "WB110"]
 
 
 def test_a_folder_without_python_is_a_warning(
@@ -125,7 +125,7 @@ def test_excluded_paths_of_a_folder(script: Path, capsys: pytest.CaptureFixture[
 
 def test_exit_zero(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train.py", "--exit-zero"]) == CLEAN
-    assert found(capsys) == ["WB101", "WB109", "WB110"]
+    assert reported(capsys) == ["WB101", "WB109", "WB110"]
 
 
 def test_the_help_is_that_of_the_other_commands(capsys: pytest.CaptureFixture[str]) -> None:
@@ -141,9 +141,9 @@ def test_what_is_no_file_does_not_hang(script: Path, capsys: pytest.CaptureFixtu
     os.mkfifo(script.parent / "pipe.py")
     os.symlink("/dev/zero", script.parent / "zero.py")
     assert main(["."]) == UNREAD
-    assert found(capsys)[:2] == ["WB002", "WB101"]
+    assert reported(capsys)[:2] == ["WB002", "WB101"]
     assert main(["pipe.py", "zero.py"]) == UNREAD
-    assert found(capsys) == ["WB002", "WB002"]
+    assert reported(capsys) == ["WB002", "WB002"]
 
 
 def _lines_run(loops: int) -> int:
@@ -209,7 +209,7 @@ def test_noqa(
 ) -> None:
     script.write_text(BAD.format(noqa=comment))
     main(["train.py"])
-    assert found(capsys) == rest
+    assert reported(capsys) == rest
 
 
 def test_a_broken_file_is_reported_and_the_rest_goes_on(
@@ -224,17 +224,17 @@ def test_a_broken_file_is_reported_and_the_rest_goes_on(
     assert lines[1].startswith("latin.py:1:1 WB002 cannot be read: ")
     assert lines[2].startswith("huge.py:1:1 WB002 file is 2,400,000 bytes, over the limit of 2,")
     assert main(["."]) == UNREAD
-    assert set(found(capsys)) == {"WB001", "WB002", "WB101", "WB109", "WB110"}
+    assert set(reported(capsys)) == {"WB001", "WB002", "WB101", "WB109", "WB110"}
 
 
-@pytest.mark.parametrize("given", ["bad.py", "./bad.py"])
+@pytest.mark.parametrize("path", ["bad.py", "./bad.py"])
 def test_a_named_file_with_a_syntax_error_only(
-    script: Path, given: str, capsys: pytest.CaptureFixture[str]
+    script: Path, path: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (script.parent / "bad.py").write_text("def f(:\n    pass\n")
-    assert main([given, "--select", "WB1"]) == UNREAD
+    assert main([path, "--select", "WB1"]) == UNREAD
     assert capsys.readouterr().out.startswith("bad.py:1:7 WB001 syntax error: ")
-    assert [finding.code for finding in lint_paths([given])] == ["WB001"]
+    assert [finding.code for finding in lint_paths([path])] == ["WB001"]
 
 
 def test_no_torch_and_nothing_else_is_imported(script: Path) -> None:
@@ -278,7 +278,7 @@ def test_a_syntax_error_is_2_whatever_is_selected_and_with_exit_zero(
 ) -> None:
     script.write_text("def f(:\n")
     assert main(["train.py", "--select", "WB114", "--exit-zero"]) == UNREAD
-    assert found(capsys) == ["WB001"]
+    assert reported(capsys) == ["WB001"]
 
 
 def test_columns_count_characters(script: Path) -> None:

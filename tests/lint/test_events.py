@@ -26,32 +26,6 @@ LOOPS = {
         """,
         "WB109",
     ),
-    "a leftover clip in windows of wholebatch": (
-        """
-        import torch, wholebatch as wb
-        model = torch.nn.Linear(4, 3); opt = torch.optim.SGD(model.parameters(), lr=0.1)
-        acc = wb.Accumulator(model, opt, steps=3)
-        for i, (x, y) in enumerate(acc.over(loader)):
-            acc.backward(mean=loss(model(x), y), units=len(y))
-            if (i + 1) % 3 == 0:
-                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        """,
-        "WB105",
-    ),
-    "a compiled and wrapped model whose loss is in another file": (
-        """
-        import torch
-        from mine import Model
-        model = torch.nn.DataParallel(torch.compile(Model()))
-        for i, (x, y) in enumerate(cycle(loader)):
-            loss = model(x, y) / accum
-            loss.backward()
-            if (i + 1) % accum == 0:
-                optimizer.step()
-                optimizer.zero_grad()
-        """,
-        "WB003",
-    ),
     "comments, strings and a function that nothing calls": (
         """
         import torch.nn.functional as F

@@ -21,14 +21,14 @@ NOTED = {
                 optimizer.step()
     """,
     "a counter of samples": """
-        seen = 0
+        samples = 0
         for batch in loader:
             F.mse_loss(model(batch), y).backward()
-            seen += len(batch)
-            if seen >= 4 * accum_size:
+            samples += len(batch)
+            if samples >= 4 * accum_size:
                 optimizer.step()
                 optimizer.zero_grad()
-                seen = 0
+                samples = 0
     """,
     "a counter that goes down": """
         left = accum_steps
@@ -39,15 +39,6 @@ NOTED = {
                 optimizer.step()
                 optimizer.zero_grad()
                 left = accum_steps
-    """,
-    "a loss of another file": """
-        from losses import compute
-        for i in range(total):
-            loss = compute(next(batches)) / accum
-            loss.backward()
-            if (i + 1) % accum == 0:
-                optimizer.step()
-                optimizer.zero_grad()
     """,
 }
 
@@ -67,15 +58,6 @@ SILENT = {
             compute(batch).backward()
             optimizer.step()
             optimizer.zero_grad()
-    """,
-    "a schedule that a condition of another file steps": """
-        for i in range(total):
-            (F.cross_entropy(model(x), y) / accum).backward()
-            if (i + 1) % accum == 0:
-                optimizer.step()
-                optimizer.zero_grad()
-            if self.is_update_step(i):
-                scheduler.step()
     """,
 }
 

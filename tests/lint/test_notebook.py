@@ -46,8 +46,8 @@ def test_cell_and_line(tmp_path: Path) -> None:
 
 def test_broken_cell_is_reported_and_the_rest_read(tmp_path: Path) -> None:
     file = notebook(tmp_path / "n.ipynb", ("code", "x = (\n"), ("code", LOOP))
-    found = [(f.cell, f.code) for f in lint_paths([str(file)], settings=Settings())]
-    assert found == [(1, "WB001"), (2, "WB101"), (2, "WB109"), (2, "WB110")]
+    reported = [(f.cell, f.code) for f in lint_paths([str(file)], settings=Settings())]
+    assert reported == [(1, "WB001"), (2, "WB101"), (2, "WB109"), (2, "WB110")]
 
 
 def test_not_a_notebook(tmp_path: Path) -> None:

@@ -27,8 +27,8 @@ def expected(text: str) -> set[tuple[int, str]]:
 @pytest.mark.parametrize("file", FILES, ids=lambda f: f"{f.parent.name}-{f.stem}")
 def test_findings_are_the_marked_ones(file: Path) -> None:
     findings = lint_paths([str(file)], settings=Settings(select=("WB1",)))
-    found = {(f.line, f.code) for f in findings}
-    assert found == expected(file.read_text())
+    reported = {(f.line, f.code) for f in findings}
+    assert reported == expected(file.read_text())
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda r: r.code)

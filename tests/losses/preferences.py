@@ -38,9 +38,9 @@ def _logs(model: nn.Module, micro: Batch, which: str) -> Tensor:
 def _pair_loss(**options: Any) -> Any:
     def loss(model: nn.Module, micro: Batch) -> wb.Loss:
         which = ("chosen", "rejected")
-        given = [_logs(model, micro, one) for one in which]
-        references = [micro[f"{one}_reference"] for one in which]
-        return wb.losses.dpo_loss(*given, *references, **options)
+        logs = [_logs(model, micro, side) for side in which]
+        references = [micro[f"{side}_reference"] for side in which]
+        return wb.losses.dpo_loss(*logs, *references, **options)
 
     return loss
 
@@ -61,8 +61,8 @@ def _words(data: Batch, which: str, i: int) -> list[int]:
 
 def _log(model: Policy, data: Batch, which: str, i: int) -> Tensor:
     logits, _ = model(data[which][i : i + 1])
-    found = [logits[0, t - 1].log_softmax(0)[data[which][i, t]] for t in _words(data, which, i)]
-    total = torch.stack(found).sum()
+    of_words = [logits[0, t - 1].log_softmax(0)[data[which][i, t]] for t in _words(data, which, i)]
+    total = torch.stack(of_words).sum()
     return total
 
 

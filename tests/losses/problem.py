@@ -74,17 +74,17 @@ def batch() -> Batch:
 
 def options_of(mean: str, micro: Batch) -> dict[str, Any]:
     """The options of a mean, with its columns of the micro-batch."""
-    given = MEANS[mean].items()
-    return {name: micro[value] if isinstance(value, str) else value for name, value in given}
+    columns = MEANS[mean].items()
+    return {name: micro[value] if isinstance(value, str) else value for name, value in columns}
 
 
 def ours(mean: str, **more: Any) -> Callable[[nn.Module, Batch], wb.Loss]:
     """`wb.losses.policy_loss` with this mean, of the small policy."""
 
     def loss(model: nn.Module, micro: Batch) -> wb.Loss:
-        found = logprobs(model, micro)
-        given = {"old": micro["old"], "mean": mean, **more, **options_of(mean, micro)}
-        return wb.losses.policy_loss(found, micro["advantages"], micro["mask"], **given)
+        logs = logprobs(model, micro)
+        arguments = {"old": micro["old"], "mean": mean, **more, **options_of(mean, micro)}
+        return wb.losses.policy_loss(logs, micro["advantages"], micro["mask"], **arguments)
 
     return loss
 
@@ -98,21 +98,21 @@ def clipped(logprob: Tensor, old: Tensor, advantage: Tensor, low: float, high: f
 
 def token_losses(model: nn.Module, data: Batch) -> list[list[Tensor]]:
     """The clipped loss of every token that counts, by sequence."""
-    found = logprobs(model, data)
+    logs = logprobs(model, data)
     return [
         [
-            clipped(found[i, t], data["old"][i, t], data["advantages"][i], 0.2, 0.2)
+            clipped(logs[i, t], data["old"][i, t], data["advantages"][i], 0.2, 0.2)
             for t in range(int(data["mask"][i].sum()))
         ]
-        for i in range(len(found))
+        for i in range(len(logs))
     ]
 
 
 def by_hand(mean: str, losses: list[list[Tensor]], groups: list[int]) -> Tensor:
     """The mean of these losses as its definition reads, without a mask or a unit."""
     zero = torch.zeros((), dtype=torch.float64)
-    sums = [sum(one, zero) for one in losses]
-    means = [total / max(1, len(one)) for total, one in zip(sums, losses, strict=True)]
+    sums = [sum(tokens, zero) for tokens in losses]
+    means = [total / max(1, len(tokens)) for total, tokens in zip(sums, losses, strict=True)]
     number = len(losses)
     if mean == "tokens":
         return sum(sums, zero) / max(1, sum(map(len, losses)))

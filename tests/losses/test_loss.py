@@ -110,9 +110,9 @@ def test_a_mean_over_no_units_adds_nothing_in_a_traced_graph() -> None:
 
     mean = torch.tensor(2.0, requires_grad=True)
     graph = make_fx(total, tracing_mode="fake")(mean, torch.tensor(3))
-    given = [(2.0, 3), (math.nan, 0), (0.0, 0), (2.0, 0)]  # the last one would be lost
-    found = [graph(torch.tensor(one), torch.tensor(units)).item() for one, units in given]
-    assert found == pytest.approx([6.0, 0.0, 0.0, math.nan], nan_ok=True)
+    cases = [(2.0, 3), (math.nan, 0), (0.0, 0), (2.0, 0)]  # the last one would be lost
+    totals = [graph(torch.tensor(value), torch.tensor(units)).item() for value, units in cases]
+    assert totals == pytest.approx([6.0, 0.0, 0.0, math.nan], nan_ok=True)
 
 
 @pytest.mark.parametrize("units", [6, 6.0, torch.tensor(6)])
@@ -181,12 +181,12 @@ def test_cross_entropy_is_torchs_mean_as_a_sum(
     labels = torch.randint(0, 5, (4, 6))
     labels[0, :4] = -100
     weight = torch.rand(5, dtype=torch.float64) if weighted else None
-    given = {
+    inputs = {
         "last": (logits, labels),
         "torch": (logits.transpose(1, 2), labels),
         "flat": (logits.reshape(-1, 5), labels.reshape(-1)),
     }[layout]
-    loss = wb.cross_entropy(*given, weight=weight, label_smoothing=smoothing)
+    loss = wb.cross_entropy(*inputs, weight=weight, label_smoothing=smoothing)
     expected = functional.cross_entropy(
         logits.reshape(-1, 5), labels.reshape(-1), weight=weight, label_smoothing=smoothing
     )

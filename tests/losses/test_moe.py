@@ -19,12 +19,12 @@ pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
 def stepped(model: Any, batch: Any, micro_batch: Any, **options: Any) -> tuple[Any, list[Tensor]]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    seen = Seen(model, optimizer)
+    recorder = Seen(model, optimizer)
     loss = options.pop("loss", None) or wb.moe_loss(keep=options.pop("keep", 1))
     with InFloat64():
         train = wb.WholeBatch(model, optimizer, loss=loss, micro_batch=micro_batch, **options)
         step = train.step(batch)
-    return step, seen.gradients[0]
+    return step, recorder.gradients[0]
 
 
 @pytest.mark.parametrize(

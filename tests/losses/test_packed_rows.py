@@ -82,17 +82,17 @@ def test_packed_rows_make_the_update_of_the_padded_batch(kind: str, runs: bool) 
     reference = [parameter.grad for parameter in model.parameters()]
     model = language_model(kind)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    seen = Seen(model, optimizer)
+    recorder = Seen(model, optimizer)
     acc = wb.Accumulator(model, optimizer, steps=len(PACKS))
     with InFloat64():
         for micro in acc.over(packed(rows)):
             if runs:
                 acc.run(lambda micro: wb.causal_lm(model, micro), micro)
             else:
-                one = wb.causal_lm(model, micro)
-                assert isinstance(one, wb.Loss)
-                acc.backward(one.total, units=one.units)
+                terms = wb.causal_lm(model, micro)
+                assert isinstance(terms, wb.Loss)
+                acc.backward(terms.total, units=terms.units)
     assert acc.last_step is not None
     assert acc.last_step.units == int((batch["labels"][:, 1:] != -100).sum())
     assert float(acc.last_step.loss) == pytest.approx(float(loss.detach()), rel=1e-12)
-    assert distance(seen.gradients[0], reference) < EXACT
+    assert distance(recorder.gradients[0], reference) < EXACT

@@ -29,8 +29,8 @@ SPLITS = [sizes for sizes in UNEVEN if len(sizes) > 1]
 
 def gradient(model: nn.Module, total: Tensor) -> list[Tensor]:
     parameters = list(model.parameters())
-    found = torch.autograd.grad(total, parameters, allow_unused=True, retain_graph=True)
-    pairs = zip(found, model.parameters(), strict=True)
+    gradients = torch.autograd.grad(total, parameters, allow_unused=True, retain_graph=True)
+    pairs = zip(gradients, model.parameters(), strict=True)
     return [torch.zeros_like(p) if g is None else g for g, p in pairs]
 
 
@@ -48,13 +48,13 @@ def test_every_mean_is_that_of_the_undivided_batch(mean: str, sizes: tuple[int, 
     whole = Whole(model, loss=undivided(mean))
     value = whole.step(data)
     optimizer = sgd(model)
-    seen = Seen(model, optimizer)
+    recorder = Seen(model, optimizer)
     acc = wb.Accumulator(model, optimizer, steps=len(sizes))
     for micro in pieces(data, sizes):
         step = acc.backward(ours(mean)(model, micro))
     assert step is not None
     assert step.loss == pytest.approx(value, rel=1e-12)
-    whole.assert_same(model, seen)
+    whole.assert_same(model, recorder)
 
 
 def by_tokens(model: nn.Module, data: Batch, of_token: Any, mean: str = "tokens") -> Tensor:
@@ -68,17 +68,17 @@ def by_tokens(model: nn.Module, data: Batch, of_token: Any, mean: str = "tokens"
 @pytest.mark.parametrize("max_ratio", [None, 1.3])
 def test_clipping(clip: Any, max_ratio: float | None) -> None:
     model, data = Policy(), batch()
-    found = logprobs(model, data)
+    logs = logprobs(model, data)
     low, high = clip if isinstance(clip, tuple) else (clip, clip)
 
     def token(i: int, t: int) -> Tensor:
-        ratio = (found[i, t] - data["old"][i, t]).exp()
+        ratio = (logs[i, t] - data["old"][i, t]).exp()
         advantage = data["advantages"][i]
         if max_ratio is not None:
             ratio = ratio.clamp(max=max_ratio)
         if clip is None:
             return -ratio * advantage
-        kept = (found[i, t] - data["old"][i, t]).exp().clamp(1 - low, 1 + high)
+        kept = (logs[i, t] - data["old"][i, t]).exp().clamp(1 - low, 1 + high)
         return -torch.min(ratio * advantage, kept * advantage)
 
     loss = ours("tokens", clip=clip, max_ratio=max_ratio)(model, data)
@@ -89,11 +89,11 @@ def test_clipping(clip: Any, max_ratio: float | None) -> None:
 def test_ratios_of_sequences(mean: str) -> None:
     """GSPO: the geometric mean of a sequence's ratios."""
     model, data = Policy(), batch()
-    found = logprobs(model, data)
+    logs = logprobs(model, data)
 
     def token(i: int, _: int) -> Tensor:
         length = int(data["mask"][i].sum())
-        ratio = (found[i, :length] - data["old"][i, :length]).mean().exp()
+        ratio = (logs[i, :length] - data["old"][i, :length]).mean().exp()
         advantage = data["advantages"][i]
         return -torch.min(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
 
@@ -111,16 +111,16 @@ KL = {
 @pytest.mark.parametrize("estimator", KL)
 def test_kl_inside_the_policy_loss_shares_its_mean(estimator: Any) -> None:
     model, data = Policy(), batch()
-    found = logprobs(model, data)
+    logs = logprobs(model, data)
 
     def token(i: int, t: int) -> Tensor:
-        kl = KL[estimator](found[i, t], data["reference"][i, t])
+        kl = KL[estimator](logs[i, t], data["reference"][i, t])
         advantage = data["advantages"][i]
-        return clipped(found[i, t], data["old"][i, t], advantage, 0.2, 0.2) + 0.04 * kl
+        return clipped(logs[i, t], data["old"][i, t], advantage, 0.2, 0.2) + 0.04 * kl
 
-    plus = 0.04 * wb.losses.token_kl(found, data["reference"], estimator)
+    plus = 0.04 * wb.losses.token_kl(logs, data["reference"], estimator)
     loss = wb.losses.policy_loss(
-        found, data["advantages"], data["mask"], old=data["old"], plus=plus, mean="sequences"
+        logs, data["advantages"], data["mask"], old=data["old"], plus=plus, mean="sequences"
     )
     assert_same(loss, by_tokens(model, data, token, "sequences"), model)
 
@@ -133,16 +133,18 @@ def terms(model: nn.Module, micro: Batch) -> Any:
     logits, values = model(micro["words"])
     mask = micro["mask"]
     logs = logits[:, :-1].log_softmax(-1)
-    found = logs.gather(-1, micro["words"][:, 1:, None])[..., 0]
+    of_words = logs.gather(-1, micro["words"][:, 1:, None])[..., 0]
     policy = wb.losses.policy_loss(
-        found,
+        of_words,
         micro["advantages"],
         mask,
         old=micro["old"],
         mean="groups",
         group_size=micro["group_tokens"],
     )
-    kl = wb.losses.aggregate(wb.losses.token_kl(found, micro["reference"]), mask, mean="sequences")
+    kl = wb.losses.aggregate(
+        wb.losses.token_kl(of_words, micro["reference"]), mask, mean="sequences"
+    )
     entropy = wb.losses.aggregate(-(logs.exp() * logs).sum(-1), mask)
     error = (values[:, :-1] - micro["returns"]).square() / 2
     value = wb.losses.aggregate(error, mask)
@@ -165,7 +167,7 @@ def units(micro: Batch) -> dict[str, wb.Loss | Any]:
 def terms_by_hand(model: nn.Module, data: Batch) -> Tensor:
     logits, values = model(data["words"])
     logs = logits[:, :-1].log_softmax(-1)
-    found = logprobs(model, data)
+    of_words = logprobs(model, data)
 
     def entropy(i: int, t: int) -> Tensor:
         return -(logs[i, t].exp() * logs[i, t]).sum()
@@ -174,7 +176,7 @@ def terms_by_hand(model: nn.Module, data: Batch) -> Tensor:
         return (values[i, t] - data["returns"][i, t]) ** 2 / 2
 
     kl = by_tokens(
-        model, data, lambda i, t: KL["k3"](found[i, t], data["reference"][i, t]), "sequences"
+        model, data, lambda i, t: KL["k3"](of_words[i, t], data["reference"][i, t]), "sequences"
     )
     return (
         undivided("groups")(model, data)
@@ -190,10 +192,10 @@ def test_terms_of_different_units_in_one_window(micro_batch: int) -> None:
     whole = Whole(model, loss=terms_by_hand)
     value = whole.step(data)
     optimizer = sgd(model)
-    seen = Seen(model, optimizer)
+    recorder = Seen(model, optimizer)
     train = wb.WholeBatch(model, optimizer, loss=terms, units=units, micro_batch=micro_batch)
     assert train.step(data).loss == pytest.approx(value, rel=1e-12)
-    whole.assert_same(model, seen)
+    whole.assert_same(model, recorder)
 
 
 def test_what_announce_refuses() -> None:
@@ -217,7 +219,7 @@ def test_what_announce_refuses() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("options", "message"),
     [
         ({"mean": "bnpo"}, "mean='bnpo': must be one of tokens, .*: it changes with the split"),
         ({"mean": "words"}, "must be one of tokens"),
@@ -231,11 +233,11 @@ def test_what_announce_refuses() -> None:
         ({"mask": torch.ones(12)}, r"\[sequences, tokens\]"),
     ],
 )
-def test_refusals_say_what_to_do(given: dict[str, Any], message: str) -> None:
+def test_refusals_say_what_to_do(options: dict[str, Any], message: str) -> None:
     data = batch()
-    mask = given.pop("mask", data["mask"])
+    mask = options.pop("mask", data["mask"])
     with pytest.raises((wb.errors.OptionError, wb.errors.LossError), match=message):
-        wb.losses.policy_loss(logprobs(Policy(), data), data["advantages"], mask, **given)
+        wb.losses.policy_loss(logprobs(Policy(), data), data["advantages"], mask, **options)
     with pytest.raises(wb.errors.OptionError, match='"k1", "k2" or "k3"'):
         wb.losses.token_kl(data["old"], data["old"], "k4")  # type: ignore[arg-type]
 
@@ -251,8 +253,8 @@ def test_terms_are_looked_at_as_other_losses_are() -> None:
     model, (_, second) = Policy(), pieces(batch(), (5, 7))
 
     def compared(model: nn.Module, micro: Batch) -> Any:
-        found = logprobs(model, micro).sum(1)
-        contrast = wb.losses.info_nce(found[:, None], micro["advantages"][:, None])
+        logs = logprobs(model, micro).sum(1)
+        contrast = wb.losses.info_nce(logs[:, None], micro["advantages"][:, None])
         return wb.Loss.terms({"policy": ours("tokens")(model, micro), "nce": (contrast, 0.5)})
 
     acc = wb.Accumulator(model, sgd(model), steps=2)

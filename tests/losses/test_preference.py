@@ -20,10 +20,10 @@ def test_the_update_is_that_of_the_undivided_batch(name: str, micro_batch: int) 
     whole = Whole(model, loss=PLAIN[name])
     value = whole.step(data)
     optimizer = sgd(model)
-    seen = Seen(model, optimizer)
+    recorder = Seen(model, optimizer)
     train = wb.WholeBatch(model, optimizer, loss=OURS[name], micro_batch=micro_batch)
     assert train.step(data).loss == pytest.approx(value, rel=1e-12)
-    whole.assert_same(model, seen)
+    whole.assert_same(model, recorder)
 
 
 @pytest.mark.parametrize("name", OURS)
@@ -32,15 +32,15 @@ def test_a_stream_of_uneven_micro_batches(name: str) -> None:
     whole = Whole(model, loss=PLAIN[name])
     whole.step(data)
     optimizer = sgd(model)
-    seen = Seen(model, optimizer)
+    recorder = Seen(model, optimizer)
     acc = wb.Accumulator(model, optimizer, steps=len(UNEVEN))
     parts = pieces(data, UNEVEN)
     for micro in parts:
         acc.backward(OURS[name](model, micro))
-    whole.assert_same(model, seen)
+    whole.assert_same(model, recorder)
 
 
 def test_what_is_not_one_number_per_pair_is_refused() -> None:
-    one, two = torch.zeros(3, requires_grad=True), torch.zeros(2)
+    three, shorter = torch.zeros(3, requires_grad=True), torch.zeros(2)
     with pytest.raises(wb.errors.LossError, match="one number per pair"):
-        wb.losses.dpo_loss(one, two, one, one)
+        wb.losses.dpo_loss(three, shorter, three, three)

@@ -21,9 +21,9 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def between(name: str) -> list[str]:
-    found = re.search(f"<!-- {name}: begin -->\n(.*?)\n<!-- {name}: end -->", PAGE, re.S)
-    assert found is not None
-    return found.group(1).strip().splitlines()
+    block = re.search(f"<!-- {name}: begin -->\n(.*?)\n<!-- {name}: end -->", PAGE, re.S)
+    assert block is not None
+    return block.group(1).strip().splitlines()
 
 
 @pytest.mark.slow

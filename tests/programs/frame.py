@@ -68,7 +68,6 @@ class Judged:
 class Machine:
     """A grammar with its judge."""
 
-    columns: tuple[str, ...]
     draw: Callable[[Random], Any]
     judge: Callable[[Any], Judged]
     smaller: Callable[[Any], Iterator[Any]]
@@ -104,7 +103,9 @@ def _work(
         tell.put((place, judged, True))
         if judged.failure and judged.failure not in known:
             known.add(judged.failure)
-            tell.put((place, _smallest(machine, judged), False))
+            smallest = _smallest(machine, judged)
+            text = f"{smallest.detail.strip()[-1500:]}\n{'-' * 80}\n{machine.text(smallest.value)}"
+            tell.put((place, replace(smallest, detail=text), False))
         place += jobs
     tell.put(None)
 
@@ -149,23 +150,19 @@ def search(
             print(f"{many} drawn, {sum(failures.values())} fail, {left:.0f} s left", flush=True)
     for worker in workers if open_ else []:
         worker.terminate()
-    machine = make()
-    _print_table(rows, ("drawn", *machine.columns))
+    _print_table(rows)
     for failure, many in failures.most_common():
         place, judged = smallest[failure]
         print(f"\nFAILED {many} times: {failure}\n(seed {seed}, number {place}) {judged.value!r}")
-        print(
-            f"{judged.detail.strip()[-1500:]}\n{'-' * 80}\n{machine.text(judged.value)}{'=' * 80}"
-        )
+        print(judged.detail)
     print(f"{sum(failures.values())} failures of {len(failures)} kinds")
     return 1 if failures else 0
 
 
-def _print_table(rows: dict[str, Counter[str]], columns: tuple[str, ...]) -> None:
+def _print_table(rows: dict[str, Counter[str]]) -> None:
     """Print how often each kind was drawn, and what became of it."""
+    total = sum(rows.values(), Counter[str]())
+    columns = [name for name, _ in total.most_common()]
     print(f"{'':32}" + "".join(f"{name:>13}" for name in columns))
-    total: Counter[str] = Counter()
-    for name, row in sorted(rows.items()):
-        print(f"{name:32}" + "".join(f"{row[column]:13}" for column in columns))
-        total += row
-    print(f"{'all':32}" + "".join(f"{total[column]:13}" for column in columns), flush=True)
+    for name, row in [*sorted(rows.items()), ("all", total)]:
+        print(f"{name:32}" + "".join(f"{row[column]:13}" for column in columns), flush=True)

@@ -19,7 +19,6 @@ ROUNDING = {"float64": 1e-10, "float32": 2e-5, "bf16": 1e-2, "fp16": 2e-3}
 """What the numbers of a window may be off by in any program."""
 _SEVERAL = 4.0
 """The distances of the undivided batch in the program's precision that ours may have."""
-KINDS = ("exact", "refused", "warned", "listed", "unnamed", "late", "silent", "traceback")
 
 
 @dataclass(frozen=True)

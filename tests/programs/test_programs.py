@@ -21,11 +21,11 @@ from tests.programs.found import FOUND
 from tests.programs.frame import shrink
 from tests.programs.grammar import KINDS, STYLES, draw, models_of
 from tests.programs.judge import Verdict, judge, verdict
+from tests.programs.machine import smaller
 from tests.programs.mistakes import LATER, MISTAKES, ONE_ROW, SIZE, TESTED
 from tests.programs.models import CALLS, MODELS, ROW_LOSSES
 from tests.programs.run import Outcome, run, warm_up
 from tests.programs.script import CLOSE, NAMES, OPTIMIZERS, SCHEDULERS, script
-from tests.programs.shrink import smaller
 
 ROOT = Path(__file__).parents[2]
 UNEVEN = ((Micro(3), Micro(3), Micro(2, "one")), (Micro(3), Micro(3, "none"), Micro(1)))

@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from wholebatch.window.autograd_graph import version_of
 from wholebatch.window.precision import SIXTEEN_BIT
 
 Cast: TypeAlias = tuple[int, torch.dtype]
@@ -80,9 +81,9 @@ def free_memory(device: torch.device) -> int:
     return min(free, limit - torch.cuda.memory_reserved(device))
 
 
-def is_nearly_full(device: torch.device, share: float = 1.0) -> bool:
-    """True if less memory is free than this share of what is reserved for the micro-steps."""
-    return free_memory(device) < share * torch.cuda.memory_reserved(device)
+def is_nearly_full(device: torch.device) -> bool:
+    """True if less memory is free than what is reserved for the micro-steps."""
+    return free_memory(device) < torch.cuda.memory_reserved(device)
 
 
 def room_for(tensors: Sequence[Tensor]) -> torch.device:
@@ -170,13 +171,13 @@ class Gradients:
             torch._foreach_zero_(list(some.values()))
         for index, buffer in some.items():
             self.parameters[index].grad = buffer
-            self._lent[index] = buffer._version
+            self._lent[index] = version_of(buffer)
 
     def take_back(self) -> None:
         """Set `.grad` to None again where nothing was added, as autograd would have left it."""
         for index, version in self._lent.items():
             parameter, buffer = self.parameters[index], self._buffers[index]
-            if parameter.grad is buffer and buffer._version == version:
+            if parameter.grad is buffer and version_of(buffer) == version:
                 parameter.grad = None
         self._lent.clear()
 

@@ -8,8 +8,10 @@ them.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from operator import getitem
 from typing import Any
 
@@ -24,6 +26,7 @@ from wholebatch.compile.fusion import (
     fixed,
     is_cheap,
     is_view,
+    operation,
     same_shape,
     written_by,
 )
@@ -33,6 +36,7 @@ from wholebatch.compile.trace import Traced
 from wholebatch.window.precision import SIXTEEN_BIT
 
 aten = torch.ops.aten
+_PRODUCTS = (aten.mm.default, aten.addmm.default)
 _NEAR = 32
 """Operations at most this far apart belong to one layer."""
 _CROWDED = 512
@@ -49,7 +53,12 @@ class Rewritten:
 
     graph: fx.GraphModule
     casts: tuple[Cast, ...]
-    """The trained parameter and the format of each cast input."""
+    """The trained parameter and the format of each cast."""
+    read: tuple[int, ...]
+    """Which of (casts, buffers) are inputs: not those that only a joined input holds.
+
+    For a compiler, two inputs that share memory would be one, as large as the whole allocation.
+    """
     joined: tuple[tuple[int, ...], ...]
     """For each joined input, which of (casts, buffers) it holds, one behind the other."""
     fused: Mapping[str, int]
@@ -101,7 +110,6 @@ def rewrite(
     drop_unused(graph)
     _merge_equal(graph, inputs[:trained])
     _compute_losses_once(graph)
-    _concatenations_of_one(graph)
     weights = _weights(casts, inputs[:trained], traced, buffers)
     shared = SharedInputs(graph, weights, casts.values())
     counts = {"shared": shared.join() if shares else 0}
@@ -110,9 +118,13 @@ def rewrite(
     graph.lint()
     tail = {node: place for place, node in enumerate((*casts.values(), *buffers))}
     joined = tuple(tuple(tail[number] for number in parts) for parts in shared.joined)
+    read = tuple(place for node, place in tail.items() if node.users)
+    for node in tail:
+        if not node.users:
+            graph.erase_node(node)
     # It keeps the constants that the graph refers to.
     module = fx.GraphModule(traced.graph, graph)
-    return Rewritten(module, tuple(casts), joined, counts | adder.made)
+    return Rewritten(module, tuple(casts), read, joined, counts | adder.made)
 
 
 def _weights(
@@ -170,30 +182,6 @@ def _views_of_any_strides(graph: fx.Graph) -> None:
             node.target = aten.reshape.default
 
 
-def _concatenations_of_one(graph: fx.Graph) -> None:
-    """Turn a concatenation with empty tensors into a copy with torch's own strides.
-
-    Inductor copies the one tensor that is not empty with its strides, where torch makes a
-    contiguous result. A piece that reads what attention makes of it would refuse its strides (Phi-3
-    concatenates rotated heads with the rest of them, which is empty).
-    """
-    for node in graph.find_nodes(op="call_function", target=aten.cat.default):
-        parts: Any = node.args[0]
-        filled = [part for part in parts if 0 not in _numbers_of(part.meta["val"])]
-        if len(filled) == 1 < len(parts) and node.meta["val"].is_contiguous():
-            layout: dict[str, Any] = {"memory_format": torch.contiguous_format}
-            with graph.inserting_before(node):
-                clone = graph.call_function(aten.clone.default, (filled[0],), layout)
-            clone.meta.update(node.meta)
-            node.replace_all_uses_with(clone)
-            graph.erase_node(node)
-
-
-def _numbers_of(value: Tensor) -> list[int]:
-    """Return the sizes that are numbers: to ask a symbol would add a guard."""
-    return [size for size in value.shape if isinstance(size, int)]
-
-
 def _merge_equal(graph: fx.Graph, trained: Sequence[fx.Node]) -> None:
     """Let cheap operations that compute the same share one result.
 
@@ -240,14 +228,48 @@ def _compute_losses_once(graph: fx.Graph) -> None:
         for node in graph.nodes
         if node not in for_results and node.all_input_nodes and _gives_the_same(node)
     }
+    products = []
     for node in list(graph.nodes):
         if node in for_results and node is not output:
             same = again.get(_key(node))
             if same is not None:
+                products += [same] * (same.target in _PRODUCTS)
                 node.replace_all_uses_with(same)
                 graph.erase_node(node)
             elif node < (last := max(node.all_input_nodes, default=node)):
                 last.append(node)
+    _one_after_the_other(graph, sorted(set(products)))
+
+
+def _one_after_the_other(graph: fx.Graph, products: Sequence[fx.Node]) -> None:
+    """Let each of these products wait for the last product that is made of the one before it.
+
+    These are the logits of slices. A compiler would make all of them, and then all gradients.
+    """
+    for first, following in itertools.pairwise(products):
+        made, node = {first}, first.next
+        last = None
+        while node is not following:
+            if not made.isdisjoint(node.all_input_nodes):
+                made.add(node)
+                last = node if node.target in _PRODUCTS else last
+            node = node.next
+        if last is not None:
+            source = following.args[-2]
+            with graph.inserting_before(following):
+                waiting = graph.call_function(_after(), (source, last))
+            waiting.meta.update(source.meta)
+            following.replace_input_with(source, waiting)
+
+
+@cache
+def _after() -> Any:
+    """Return the op `(tensor, earlier)`: a copy of the tensor, made once the other one is there."""
+
+    def run(tensor: Tensor, earlier: Tensor) -> Tensor:
+        return tensor.clone()
+
+    return operation("after", run, lambda tensor, _: torch.empty_like(tensor))
 
 
 def _key(node: fx.Node) -> Any:

@@ -110,9 +110,10 @@ def _rewritten(
     dtypes = [buffer.dtype for buffer in gradients.of(traced.used)]
     count, shares = len(traced.trained), products and shares
     rewritten = rewrite(traced, count, dtypes, products=products, shares=shares)
-    tail = [*casts.of(rewritten.casts), *gradients.of(traced.used)]
+    every = [*casts.of(rewritten.casts), *gradients.of(traced.used)]
+    tail = [every[place] for place in rewritten.read]
     for places in rewritten.joined:
-        whole = as_one([tail[place] for place in places])
+        whole = as_one([every[place] for place in places])
         if whole is None:  # Another graph has had some of them put elsewhere before.
             return _rewritten(traced, gradients, casts, products=products, shares=False)
         tail.append(whole)

@@ -1,13 +1,10 @@
 """The kinds of micro-batches, and the cache entries that serve each.
 
 A cache entry is a guard set, the program that it guards, and the joint steps that were made of it.
-Each kind (shapes, dtypes) has a slot for each entry that serves it, which goes through stages:
-
-    EAGER ─▶ TRACED ─▶ COMPILED
-
-A graph runs only while its guards hold; after a change, a kind gets another slot. The graphs of an
-entry whose guards hold again are used again. An entry of open sizes serves all kinds that it
-admits.
+Each kind (shapes, dtypes) has a slot for each entry that serves it: it runs eagerly, then as
+traced, then compiled. A graph runs only while its guards hold; after a change, a kind gets another
+slot. The graphs of an entry whose guards hold again are used again. An entry of open sizes serves
+all kinds that it admits.
 """
 
 from __future__ import annotations
@@ -15,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import Any, TypeAlias
 
 import torch
@@ -45,14 +41,6 @@ Another one is made if more sizes differ than at first, or if code or compiler b
 """
 _KEPT = 256
 """The most kinds of micro-batches that are remembered."""
-
-
-class Stage(Enum):
-    """The graph of a kind of micro-batch."""
-
-    EAGER = "eager"
-    TRACED = "traced"
-    COMPILED = "compiled"
 
 
 @dataclass(eq=False)
@@ -93,12 +81,6 @@ class Slot:
     """The number of micro-batches of this kind, until its graph is captured."""
     ready: Prepared | None = None
 
-    @property
-    def stage(self) -> Stage:
-        if self.ready is None:
-            return Stage.EAGER
-        return Stage.COMPILED if self.ready.joint.compiled else Stage.TRACED
-
 
 @dataclass(eq=False)
 class Kind:
@@ -134,9 +116,8 @@ class Kinds:
     def clear(self) -> None:
         """Drop every graph."""
         self.by_key: dict[Key, Kind] = {}
-        self._shared: dict[
-            tuple[Hashable, ...], list[CacheEntry]
-        ] = {}  # by the pattern of micro-batches
+        # By the pattern of micro-batches:
+        self._shared: dict[tuple[Hashable, ...], list[CacheEntry]] = {}
         self._failed: dict[tuple[Hashable, ...], list[set[tuple[Place, ...]]]] = {}
         self._functions: TorchFunctions | None = None
 

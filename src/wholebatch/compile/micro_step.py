@@ -27,7 +27,7 @@ from wholebatch.compile.graph_check import EagerResult, NothingToCompare
 from wholebatch.compile.graph_inputs import DeviceCopies, Inputs, take_apart
 from wholebatch.compile.graph_memory import GraphMemory
 from wholebatch.compile.joint_graph import Prepared
-from wholebatch.compile.kinds import Kind, Kinds, Slot, Stage
+from wholebatch.compile.kinds import Kind, Kinds, Slot
 from wholebatch.compile.make_graph import GraphMaker
 from wholebatch.compile.trace import Added, Form
 from wholebatch.losses.loss import Loss, Terms
@@ -74,7 +74,8 @@ class Executor:
         self._plan = ExecutePlan.of(execute, device)
         self._begun: Any = None  # the window that has begun
         self._failures = 0  # kinds that could not be one graph
-        self._too_large: Stage | None = None  # of the graph that was made when memory ran out
+        # Whether the graph that was being made when memory ran out was to be compiled.
+        self._too_large: bool | None = None
         self.kinds = Kinds(self._model, getattr(loss, "reads", loss), precision, self.notes)
         self.kinds.as_read = getattr(loss, "as_read", nullcontext)
         self.memory = GraphMemory(self._model, window, device)
@@ -253,7 +254,7 @@ class Executor:
             reason = f"a micro-batch cannot be built again ({reason_of(problem)})"
             raise CannotTrace(reason) from problem
         on_cuda = self._device.type == "cuda"
-        if slot.stage is not Stage.EAGER or (on_cuda and is_nearly_full(self._device)):
+        if slot.ready is not None or (on_cuda and is_nearly_full(self._device)):
             self._make_room()
         alone = not self._window.has_losses
         earlier = None
@@ -284,7 +285,7 @@ class Executor:
         except NothingToCompare:  # The next micro-batch may have a gradient.
             return added
         except torch.OutOfMemoryError:
-            self._too_large = Stage.COMPILED if compiled else Stage.TRACED
+            self._too_large = compiled
             raise
         self.notes.tell(
             f"{'compiled' if step.joint.compiled else 'traced'} a micro-step of "
@@ -344,7 +345,7 @@ class Executor:
         if self._too_large is None and not self.kinds.ready():
             return False
         compiles = self.kinds.compiled() or self.kinds.compiling()
-        compiles = compiles or self._too_large is Stage.COMPILED
+        compiles = compiles or self._too_large
         self._too_large = None
         if compiles and self._plan.captures:
             self._plan.compiles = False

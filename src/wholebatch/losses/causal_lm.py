@@ -70,7 +70,8 @@ def logits_of(
     if torch.compiler.is_dynamo_compiling():
         path = _HEADS.get(id(model))
         head: Any = model if path is None else model.get_submodule(path)
-        if path is None or labels.numel() <= slices.rows_at_once(head.out_features):
+        # Two slices are slower than one product, and a graph needs few logits beside them.
+        if path is None or labels.numel() <= 2 * slices.rows_at_once(head.out_features):
             return _logits(model(*args, **kwargs)), None
         owner, name = _owner_of(model, path)
         setattr(owner, name, _HANDS_ON)

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from tests.programs.frame import Judged
-from tests.programs.plain.grammar import label
+from tests.programs.frame import Judged, Machine
+from tests.programs.plain.grammar import LIBRARIES, draw, label, smaller
 from tests.programs.plain.loop import Loop
 from tests.programs.plain.mistakes import BESIDE, MISTAKES
 from tests.programs.plain.oracle import Recorder, difference, undivided
@@ -102,9 +102,6 @@ def is_linted(judgement: Judgement) -> bool:
     return bool(mistake and told & set(mistake.codes))
 
 
-COLUMNS = ("same", "wrong", "not judged", "broken", "named", "linted", "lint errors")
-
-
 def judged(loop: Loop) -> Judged:
     """Judge a loop, for the table of a search."""
     judgement = judge(loop)
@@ -113,6 +110,12 @@ def judged(loop: Loop) -> Judged:
     columns += ["named"] * is_named(judgement) + ["linted"] * is_linted(judgement)
     columns += ["lint errors"] * bool(answers and answers.errors)
     return Judged(loop, label(loop), tuple(columns), judgement.failure, judgement.detail)
+
+
+def machine() -> Machine:
+    """Return the grammar of loops in plain torch, judged by lint and verify, too."""
+    warm_up(LIBRARIES)
+    return Machine(draw, judged, smaller, script)
 
 
 def linted(text: str) -> tuple[tuple[str, ...], tuple[str, ...]]:

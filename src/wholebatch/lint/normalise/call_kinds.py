@@ -88,16 +88,16 @@ def only_measures(call: ast.Call) -> bool:
 
 
 def _backward(call: ast.Call, owner: ast.expr, makers: Makers) -> Effect | None:
-    made = {maker.rpartition(".")[2] for maker, _ in makers(owner)}
-    if keyword(call, "units") is not None or made & _OURS:
+    types = {maker.rpartition(".")[2] for maker, _ in makers(owner)}
+    if keyword(call, "units") is not None or types & _OURS:
         return None  # wholebatch's own: it weighs by units and closes the window itself.
     first = positional(call, 0) or keyword(call, "loss")
     owner_name = last_part(owner).lower()
     if dotted(owner) == "torch.autograd":
         return Effect("backward", None, first, "tensor")
-    if "accelerator" in owner_name or "Accelerator" in made:
+    if "accelerator" in owner_name or "Accelerator" in types:
         return Effect("backward", owner, first, "accelerate")
-    if "fabric" in owner_name or "Fabric" in made:
+    if "fabric" in owner_name or "Fabric" in types:
         return Effect("backward", owner, first, "fabric")
     if first is None or "loss" in owner_name:
         return Effect("backward", None, owner, "tensor")

@@ -45,7 +45,7 @@ _WRAPS = {
     "FullyShardedDataParallel", "requires_grad_",
 }  # fmt: skip
 _OF_GRADIENTS = {"zero_", "mul_", "div_", "detach_", "norm", "requires_grad_"}
-_LEAVES = {ast.Continue: "skip", ast.Break: "break", ast.Return: "break"}
+_LEAVES: dict[type[ast.stmt], str] = {ast.Continue: "skip", ast.Break: "break", ast.Return: "break"}
 _MARK = re.compile(r"@\d+")
 _NOTHING = ast.Constant(value=None)
 
@@ -107,10 +107,10 @@ class Reader:
             loop = Loop(function, len(self.loops), (), function)
             self._path = (loop,)
             self._enter(loop, function.body)
+            # Lightning counts the batches of an epoch from 0; of another index, nobody knows.
+            index = names[2:3] if function.name == "training_step" else []
             for name in (n for n in names if n not in {"self", "cls"}):
-                kind = (
-                    "target" if name in {"batch_idx", "batch_index", "batch_nb", "i"} else "carried"
-                )
+                kind = "target" if name in {"batch_idx", *index} else "carried"
                 self._env[name] = self._symbol(name, kind, (loop,))
             self._block(function.body)
             loop.after = self._env
@@ -314,7 +314,8 @@ class Reader:
                 return self._env[name]
             owner = self.evaluate(expr.value)
             symbol = self.symbols.get(getattr(owner, "id", ""))
-            option = keyword(symbol and symbol.value, expr.attr)  # `Namespace(accum=4).accum`
+            made_as = None if symbol is None else symbol.value
+            option = keyword(made_as, expr.attr)  # `Namespace(accum=4).accum`
             if option is not None:
                 return option
             return expr if owner is expr.value else changed(expr, value=owner)
@@ -402,17 +403,27 @@ class Reader:
 
     def _emit(self, effect: Effect, node: ast.AST) -> None:
         if not self._quiet:
-            place = {"order": len(self.events), "root": len(self.roots) - 1}
-            self.events.append(Event(**vars(effect), node=node, path=self._path, **place))
+            event = Event(
+                **vars(effect),
+                node=node,
+                path=self._path,
+                order=len(self.events),
+                root=len(self.roots) - 1,
+            )
+            self.events.append(event)
 
     def makers(self, expr: ast.AST | None) -> list[tuple[str, int | None]]:
         """Return the constructors that may have made an object, each with its index in a tuple."""
-        calls = self.made_by(expr)
+        calls = self._origins(expr)
         return [(_MARK.sub("", dotted(c.func) or last_part(c.func)), index) for c, index in calls]
 
-    def made_by(self, expr: ast.AST | None) -> list[tuple[ast.Call, int | None]]:
+    def made_by(self, expr: ast.AST | None) -> list[ast.Call]:
+        """Return the calls that may have made an object."""
+        return [call for call, _ in self._origins(expr)]
+
+    def _origins(self, expr: ast.AST | None) -> list[tuple[ast.Call, int | None]]:
         """Return the calls that may have made an object, each with its index in a tuple."""
-        made: list[tuple[ast.Call, int | None]] = []
+        calls: list[tuple[ast.Call, int | None]] = []
         todo: list[tuple[ast.AST | None, int | None]] = [(expr, None)]
         for _ in range(20):
             if not todo:
@@ -430,9 +441,9 @@ class Reader:
                 inner = part.args[index or 0 : (index or 0) + 1] if wraps else []
                 if wraps and not inner and isinstance(part.func, ast.Attribute):
                     inner = [part.func.value]
-                made.append((part, None if inner else index))
+                calls.append((part, None if inner else index))
                 todo += [(argument, None) for argument in inner]
-        return made
+        return calls
 
     # -- helpers -----------------------------------------------------------------------------
 
@@ -446,11 +457,11 @@ class Reader:
         if name in frame.functions:
             return self._inline(call, frame.functions[name], None, None)
         attribute = call.func if isinstance(call.func, ast.Attribute) else None
-        for made, _ in self.made_by(attribute.value if attribute else call.func):
-            of = self.index.classes.get(dotted(made.func) or "")
+        for maker in self.made_by(attribute.value if attribute else call.func):
+            of = self.index.classes.get(dotted(maker.func) or "")
             if of is not None:
                 helper = of.methods.get(attribute.attr if attribute else "forward")
-                return self._inline(call, helper, of, made)
+                return self._inline(call, helper, of, maker)
         return None
 
     def _inline(
@@ -458,7 +469,7 @@ class Reader:
         call: ast.Call,
         helper: FunctionNode | None,
         owner: ClassIndex | None,
-        made: ast.Call | None,
+        maker: ast.Call | None,
     ) -> ast.expr | None:
         """Read a helper as if it stood here; return its value, or None if it is left alone."""
         frame = self._frame
@@ -473,8 +484,8 @@ class Reader:
             self._globals = env
         is_nested = owner is None and self.index.functions.get(helper.name) is not helper
         inner = dict(env if is_nested else self._globals)
-        if made is not None and owner is not None:
-            inner.update(self._attributes_of(owner, made))
+        if maker is not None and owner is not None:
+            inner.update(self._attributes_of(owner, maker))
         elif owner is not None:
             inner.update((n, v) for n, v in env.items() if n.startswith("self."))
         for name in parameters(helper):
@@ -491,7 +502,7 @@ class Reader:
         value = _returned(self._frame.returns)
         after = self._env
         self._frame, self._env, self._globals = frame, env, kept
-        if owner is not None and made is None:  # What a method sets on self, its caller sees too.
+        if owner is not None and maker is None:  # What a method sets on self, its caller sees too.
             env.update((n, v) for n, v in after.items() if n.startswith("self."))
         return value
 
@@ -505,12 +516,13 @@ class Reader:
         return not any(isinstance(n, (ast.Yield, ast.YieldFrom)) for n in ast.walk(helper))
 
 
-def _leaves(body: Sequence[ast.stmt]) -> type[ast.AST] | None:
+def _leaves(body: Sequence[ast.stmt]) -> type[ast.stmt] | None:
     """Return the kind of statement with which a block is left on every path, or None."""
     last = body[-1] if body else None
     if isinstance(last, ast.If) and _leaves(last.body):
         return _leaves(last.orelse)
-    return type(last) if isinstance(last, (*_LEAVES, ast.Raise)) else None
+    leaves = isinstance(last, (*_LEAVES, ast.Raise))
+    return type(last) if leaves and last is not None else None
 
 
 def _simple_size(expr: ast.AST, budget: int) -> int:

@@ -158,8 +158,8 @@ def never_cleared(file: File) -> Iterator[Report]:
 
 def _is_of_torch(step: Event, loop: Loop, window: Window) -> bool:
     """True if a step is of torch's own optimizer: another, or what is handed one, may clear."""
-    made = window.file.reader.made_by(step.receiver)
-    by_torch = any("optim." in text(call.func) for call, _ in made)
+    makers = window.file.reader.made_by(step.receiver)
+    by_torch = any("optim." in text(call.func) for call in makers)
     # Made anew in every iteration: its gradients are compared.
     is_new = any(loop in s.loops for s in symbols_in(step.receiver, window.file))
     calls = [e.node for e in window.of("call") if isinstance(e.node, ast.Call)]

@@ -44,8 +44,9 @@ def _in_windows_of_wholebatch(file: NormalFile) -> Iterator[Report]:
     for clip in (e for e in file.events if e.kind == "clip"):
         over = [iterated(loop, file) for loop in clip.loops if not loop.virtual]
         owners = [o.func.value for o in over if is_call(o, "over") and _is_method(o)]  # type: ignore[attr-defined]
-        made = [maker for owner in owners for maker, _ in file.reader.made_by(owner)]
-        updating = [m for m in made if is_call(m, "Accumulator") and text(m.args[1]) != "None"]
+        makers = [maker for owner in owners for maker in file.reader.made_by(owner)]
+        ours = [maker for maker in makers if is_call(maker, "Accumulator") and len(maker.args) > 1]
+        updating = [maker for maker in ours if text(maker.args[1]) != "None"]
         call = clip.node
         handed = names_in(*call.args[:1]) if isinstance(call, ast.Call) else frozenset()
         if any(names_in(m.args[0]) & handed for m in updating):
@@ -96,8 +97,8 @@ def _unscales(clip: Event) -> bool:
 
 def _is_enabled(scaler: ast.expr, window: Window) -> bool:
     """True if the file makes the scaler, and does not ask whether to enable it."""
-    made = [call for call, _ in window.file.reader.made_by(scaler)]
-    options = [keyword(call, "enabled") for call in made if is_call(call, "GradScaler")]
+    makers = window.file.reader.made_by(scaler)
+    options = [keyword(call, "enabled") for call in makers if is_call(call, "GradScaler")]
     return bool(options) and all(o is None or text(o) == "True" for o in options)
 
 
@@ -106,7 +107,7 @@ def _scaler(backward: Event, window: Window) -> ast.expr | None:
     scaled = window.file.value(backward.argument)
     if is_call(scaled, "scale") and isinstance(scaled.func, ast.Attribute):
         owner = scaled.func.value
-        made = [name for name, _ in window.file.reader.makers(owner)]
-        if "scaler" in text(owner).lower() or any(name.endswith("GradScaler") for name in made):
+        makers = window.file.reader.made_by(owner)
+        if "scaler" in text(owner).lower() or any(is_call(m, "GradScaler") for m in makers):
             return owner
     return None

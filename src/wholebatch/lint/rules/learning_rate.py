@@ -36,7 +36,7 @@ def scheduled_every_micro_batch(file: File) -> Iterator[Report]:
                 continue
             if window.shape == "accelerate" and _may_be_prepared(event, window):
                 continue
-            makers = [maker for maker, _ in window.file.reader.made_by(event.receiver)]
+            makers = window.file.reader.made_by(event.receiver)
             if any(_may_count_micro_batches(maker, window) for maker in makers):
                 continue
             yield Report(
@@ -51,11 +51,16 @@ def _may_be_prepared(event: Event, window: Window) -> bool:
     """True unless it is clear that Accelerate does not wrap a schedule, and step it per update."""
     by_name = window.file.index.calls_by_name
     calls = [*by_name.get("prepare", ()), *by_name.get("prepare_scheduler", ())]
-    made = [last_part(call.func) for call, _ in window.file.reader.made_by(event.receiver)]
+    makers = {last_part(call.func) for call in window.file.reader.made_by(event.receiver)}
     handed = {last_part(a) for call in calls for a in call.args}
     starred = any(isinstance(a, ast.Starred) for call in calls for a in call.args)
-    prepared = bool({"prepare", "prepare_scheduler"} & {*made})
-    return prepared or starred or not calls or last_part(written(event.receiver)) in handed
+    prepared = bool({"prepare", "prepare_scheduler"} & makers)
+    return (
+        prepared
+        or starred
+        or not calls
+        or last_part(event.receiver and written(event.receiver)) in handed
+    )
 
 
 def _may_count_micro_batches(call: ast.Call, window: Window) -> bool:

@@ -25,7 +25,7 @@ from ..windows.values import integer, varies
 from .rule_base import NOTE, Report, rule
 
 # The criteria of torch, by their full names: their default is the mean.
-CRITERION = re.compile(
+_CRITERION = re.compile(
     r"torch\.(nn|nn\.functional|functional|nn\.modules\.loss)\.(\w+Loss|\w+_loss|kl_div|\w*cross_entropy\w*)"
 )
 _COMPUTES_LOSS = re.compile(r"model|net\b|network|crit|\bl1", re.I)
@@ -137,12 +137,12 @@ def _verdict(term: Term, window: Window) -> str:
 
 def _kind_of(call: ast.Call, window: Window) -> str:
     """Return whether a criterion or model gives a mean, as far as the file shows."""
-    makers = [call, *(made for made, _ in window.file.reader.made_by(call.func))]
+    makers = [call, *window.file.reader.made_by(call.func)]
     for maker in makers:
         reduction = keyword(maker, "reduction")
         if getattr(reduction, "value", "") in {"sum", "none"} or keyword(maker, "size_average"):
             return _DIVIDED
-        if CRITERION.fullmatch(window.file.index.full_name(maker.func)):
+        if _CRITERION.fullmatch(window.file.index.full_name(maker.func)):
             return _MEAN if getattr(reduction, "value", "mean") == "mean" else _DIVIDED
     if is_accumulation_name(text(call)) or _divides_inside(call):
         return _DIVIDED

@@ -37,7 +37,7 @@ def batchnorm(file: File) -> Iterator[Report]:
         return
     calls = [n for n in file.normal.index.nodes if isinstance(n, ast.Call)]
     layers = [(call, layer) for call in calls if (layer := _layer(call, file.normal))]
-    for call, layer in sorted(layers, key=lambda made: made[0].lineno)[:1]:
+    for call, layer in sorted(layers, key=lambda layer: layer[0].lineno)[:1]:
         yield Report(
             call,
             f"`{layer}` normalises over each micro-batch, not over the window: the update is "
@@ -87,7 +87,7 @@ def in_batch_negatives(file: File) -> Iterator[Report]:
 
 def _couples(call: ast.Call, window: Window) -> bool:
     """True for a loss that is known, or shown, to compare the samples of a batch."""
-    makers = [name.rpartition(".")[2] for name, _ in window.file.reader.makers(call.func)]
+    makers = [last_part(maker.func) for maker in window.file.reader.made_by(call.func)]
     if any(map(_COUPLED_NAME.search, [last_part(call.func), *makers])):
         return True
     is_loss = LOSS_NAME.search(" ".join([text(call.func), *makers])) and len(call.args) > 1

@@ -12,9 +12,7 @@ from collections.abc import Iterator
 from ..normalise import Event
 from ..normalise.syntax import is_accumulation_name, is_binary, is_call, shown
 from ..windows import File, Window
-from ..windows.loss_terms import Term
 from ..windows.window import is_held
-from .loss_scale import CRITERION
 from .rule_base import NOTE, Report
 
 _DIVISIONS = (ast.Mod, ast.Div, ast.FloorDiv)
@@ -22,7 +20,7 @@ _DIVISIONS = (ast.Mod, ast.Div, ast.FloorDiv)
 
 def not_understood(file: File) -> Report | None:
     """Return the note at the first backward that is not understood, or None."""
-    for node in (*_unread_backwards(file), *_unknown_losses(file)):
+    for node in _unread_backwards(file):
         return Report(node, "this loop accumulates and was not understood", NOTE)
     for call in file.normal.index.calls_by_name.get("GradientTape", ()):
         return Report(call, "a tf.GradientTape loop is not read: the rules are for PyTorch", NOTE)
@@ -64,22 +62,3 @@ def _is_count(node: ast.AST) -> bool:
     if isinstance(node, ast.Compare):
         return any(is_accumulation_name(shown(side)) for side in (node.left, *node.comparators))
     return is_call(node, "range") and any(is_accumulation_name(shown(a)) for a in node.args)
-
-
-def _unknown_losses(file: File) -> Iterator[ast.AST]:
-    """Yield the backwards of losses that other files compute: nothing tells what they are."""
-    for window in file.accumulating:
-        for event, term in window.terms:
-            if not _is_seen(term, window):
-                yield event.node
-
-
-def _is_seen(term: Term, window: Window) -> bool:
-    """True if the file shows over what a loss is a mean: by torch's own criteria, or by hand."""
-    if {"mean", "sum"} & term.reducers or any(window.is_own(d) for d in term.divisors):
-        return True
-    if term.call is None:
-        return False
-    index = window.file.index
-    makers = [term.call, *(made for made, _ in window.file.reader.made_by(term.call.func))]
-    return any(CRITERION.fullmatch(index.full_name(maker.func)) for maker in makers)

@@ -82,7 +82,7 @@ def _token_mean(term: Term, window: Window) -> ast.AST | None:
     call = term.call
     if call is None or last_part(call.func) in _MASKED_MEANS:
         return None if call is None else term.base
-    makers = [call, *(made for made, _ in file.reader.made_by(call.func))]
+    makers = [call, *file.reader.made_by(call.func)]
     # `criterion(logits, labels.squeeze())`: one label per sample is a mean over samples.
     has_one_label = len(call.args) > 1 and is_call(call.args[1], "squeeze")
     ignores = not has_one_label and any(_ignores_labels(maker, file) for maker in makers)

@@ -75,8 +75,12 @@ def _find(file: NormalFile) -> tuple[list[Window], list[Window]]:
             understood.append(decided)
             read.add(loop)
     # A step function whose loop is in this file was read there, with what its caller does.
-    seen = {id(written(e.node)) for w in understood if not w.loop.virtual for e in w.inner}
-    kept = [w for w in understood if not w.loop.virtual or id(written(w.inner[0].node)) not in seen]
+    read_in_loops = {id(written(e.node)) for w in understood if not w.loop.virtual for e in w.inner}
+    kept = [
+        w
+        for w in understood
+        if not w.loop.virtual or id(written(w.inner[0].node)) not in read_in_loops
+    ]
     return sorted(kept, key=lambda window: window.events[0].order), list(unread.values())
 
 

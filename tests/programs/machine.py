@@ -1,12 +1,35 @@
-"""Programs that are smaller than one that fails."""
+"""What a search needs of the programs with wholebatch."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 
 from tests.programs.description import Micro, Program
-from tests.programs.frame import plainer
+from tests.programs.frame import Judged, Machine, plainer
+from tests.programs.grammar import draw, kind_of
+from tests.programs.hosts import HOSTS
+from tests.programs.judge import judge
+from tests.programs.run import warm_up
+from tests.programs.script import script
+
+
+def machine(device: str, kind: str) -> Machine:
+    """Return the grammar of programs, judged by the undivided batch."""
+    warm_up(script(Program()), script(Program(way="run")))
+    warm = {"eager"}
+
+    def judged(program: Program) -> Judged:
+        host = program.way if program.way in HOSTS else program.execute
+        if host not in warm:  # imports of seconds, made once
+            warm.add(host)
+            warm_up(script(program))
+        verdict = judge(program)
+        failure = verdict.signature if verdict.failed else ""
+        return Judged(program, kind_of(program), (verdict.kind,), failure, verdict.detail)
+
+    return Machine(partial(draw, device=device, kind=kind), judged, smaller, script)
 
 
 def smaller(program: Program) -> Iterator[Program]:
