@@ -157,14 +157,18 @@ def samples_of_last_batches(accelerator: Any) -> tuple[int, int] | None:
 
     None where Accelerate repeats no samples to make the ranks equal.
     """
-    if accelerator.num_processes == 1:
+    ranks, state = accelerator.num_processes, accelerator.gradient_state
+    loader = state.active_dataloader
+    if ranks == 1:
         return None
-    batches: Any = getattr(accelerator.gradient_state.active_dataloader, "batch_sampler", None)
+    if hasattr(loader, "slice_fn"):  # the first rank reads for all; it is known at the end
+        left = state.remainder if state.end_of_dataloader else 0
+        return (-(-left // ranks), left) if left % ranks else None
+    batches: Any = getattr(loader, "batch_sampler", None)
     while hasattr(batches, "skip_batches"):  # of a resumed epoch
         batches = batches.batch_sampler
     if not getattr(batches, "even_batches", False) or batches.drop_last or not batches.batch_size:
         return None
-    ranks = batches.num_processes
     size = batches.batch_size // ranks if batches.split_batches else batches.batch_size
     left = len(batches.batch_sampler.sampler) % (size * ranks)
     return (size, left) if left else None
