@@ -261,7 +261,7 @@ class WholeBatch(Member):
             batch: A batch like those of the run.
 
         Returns:
-            Two lines of text, or None if nothing had to be predicted.
+            Two lines of text, or None if nothing had to be measured.
         """
         with self._turn:
             self._fitting.split(batch)

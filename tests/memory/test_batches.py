@@ -7,7 +7,6 @@ import weakref
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from wholebatch.errors import OptionError
 from wholebatch.memory import resize_batch
@@ -30,12 +29,6 @@ def test_keeps_the_memory_format() -> None:
     image = torch.zeros(2, 3, 4, 4).to(memory_format=torch.channels_last)
     large = resize_batch(image, 5)
     assert large.is_contiguous(memory_format=torch.channels_last)
-
-
-def test_works_without_bytes() -> None:
-    with FakeTensorMode():
-        assert resize_batch((torch.zeros(2, 3), torch.zeros(2)), 1000)[0].shape == (1000, 3)
-    assert resize_batch({"x": torch.zeros(4, 2, device="meta")}, 9)["x"].shape == (9, 2)
 
 
 def test_refuses_no_samples() -> None:

@@ -58,15 +58,6 @@ def test_peak_is_the_most_alive_at_one_moment() -> None:
         del c, d
 
 
-def test_what_was_there_before_is_an_input_once_it_is_used() -> None:
-    before = kib(4)
-    with MemoryMeter() as meter:
-        assert meter.current == 0
-        after = before + 1
-        assert meter.current_by_category["inputs"] == 4 * KIB
-        assert meter.current_by_category["temporaries"] == after.numel()
-
-
 def test_sparse_tensors_count_their_parts() -> None:
     with MemoryMeter() as meter:
         sparse = torch.eye(16).to_sparse()

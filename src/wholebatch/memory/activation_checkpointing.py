@@ -108,7 +108,8 @@ def with_checkpoints(model: nn.Module, blocks: Iterable[str] | None = None) -> l
         if not is_checkpointed(modules[name]):
             # Make a subclass, as FSDP2 does. It is copied, moved and saved like the original; a
             # replaced `forward` would keep a reference to the original.
-            modules[name].__class__ = _checkpointed(type(modules[name]))
+            kind: Any = type(modules[name])
+            modules[name].__class__ = _checkpointed(kind)
     return names
 
 
