@@ -159,6 +159,9 @@ def test_every_option_of_train_is_a_field_and_none_is_filled_in() -> None:
         (["report"], "error: give at least one RUN: folders that wholebatch train wrote, and"),
         (["plan", "--gpu-memory", "24"], "must be a size such as 20GiB"),
         (["verify", "nofile.py"], "nofile.py: there is no such file; the embedded recipes are: by"),
+        (["verify", "script", "nofile.py"], "nofile.py: there is no such file"),
+        (["verify", "loop"], "loop: give one target, after one of the words model, loop, script"),
+        (["verify", "one.py", "two.py"], "one.py two.py: give one target, after one of the words"),
         (["recipes", "--fit"], "no such option: --fit (see --help)"),
     ],
 )

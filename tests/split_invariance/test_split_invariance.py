@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from torch import nn
 from torch.nn import functional
 
 from tests import processes
+from wholebatch.cli import main
 from wholebatch.errors import OptionError
 from wholebatch.split_invariance import split_invariance
 from wholebatch.testing import assert_split_invariant
@@ -135,3 +137,35 @@ def test_the_plugin_imports_no_torch() -> None:
     code = "import sys, wholebatch.pytest_plugin; sys.exit('torch' in sys.modules)"
     environment = {**os.environ, "PYTHONPATH": processes.PATH}
     assert subprocess.run([sys.executable, "-c", code], env=environment).returncode == 0
+
+
+FILE = """
+import torch
+
+def train(micro_batch):
+    torch.manual_seed(0)
+    model, data = torch.nn.Linear(3, 1), torch.randn(8, 3)
+    for micro in data.split(micro_batch):
+        (model(micro).square().sum() / DIVISOR).backward()
+    return {name: p.grad for name, p in model.named_parameters()}
+"""
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "trainer.py"
+    file.write_text(FILE.replace("DIVISOR", "8"), encoding="utf-8")
+    command = ["verify", f"{file}:train", "--splits"]
+    assert main([*command, "8,4,1"]) == 0
+    assert "Same update (compared: what train() returned" in capsys.readouterr().out
+    wrong = tmp_path / "wrong.py"
+    wrong.write_text(FILE.replace("DIVISOR", "micro_batch"), encoding="utf-8")
+    assert main(["verify", f"{wrong}:train", "--splits", "8,4", "--json"]) == 1
+    [cause] = json.loads(capsys.readouterr().out)["causes"]
+    assert "multiplied by K, the number of micro-batches" in cause
+    for arguments, said in [
+        ([*command, "8,x"], "--splits 8,x: must be positive numbers, such as 8,4,1"),
+        (["verify", f"{file}:train", "--ranks", "2"], "--ranks: belongs to --splits"),
+        (["verify", f"{file}:other", "--splits", "8,4"], "has no function other(micro_batch)"),
+    ]:
+        assert main(arguments) == 2
+        assert said in capsys.readouterr().err.replace("\n", " ")

@@ -33,6 +33,7 @@ from wholebatch.cli.command_options import (
 from wholebatch.cli.recipe_files import EMBEDDED
 from wholebatch.cli.report.terminal_output import Spinner, console_of, say
 from wholebatch.cli.run_settings import autocast_option, like_train, resolve
+from wholebatch.cli.split_proof import numbers, prove_splits
 from wholebatch.errors import OptionError, RecipeError
 
 if TYPE_CHECKING:
@@ -48,20 +49,20 @@ _BUILT_IN = (
     "the model returns logits of x with the classes in the last dimension"
 )
 _like_recipes = partial(like_train, panel=_BATCH, of="model")
-_script = partial(option, panel=_LOOP, of="script")
+_loop, _script = (partial(option, panel=_LOOP, of=kind) for kind in ("loop", "script"))
 
 
 @dataclass(frozen=True)
 class VerifyOptions:
     """The options of `wholebatch verify`; those of a recipe do not go with a function."""
 
-    what: str | None = argument(
+    what: list[str] | None = argument(
         None,
         "WHAT",
         "A recipe (a Python file that defines model(), data() and loss(model, micro), or an "
         "embedded one: bytes-gpt, the default, or digits-cnn); FILE.py:FUNCTION, a function(model, "
         "optimizer, micro_batches) that trains one window; or SCRIPT.py, a training script. If "
-        f"FILE.py has no model(), {_BUILT_IN}.",
+        f"FILE.py has no model(), {_BUILT_IN}. The word model, loop or script before it decides.",
     )
     batch_size: int | None = _like_recipes("batch_size", "Samples per update.")
     micro_batch: str | None = _like_recipes(
@@ -74,6 +75,21 @@ class VerifyOptions:
     batchnorm: str = _like_recipes("batchnorm", "As WholeBatch(batchnorm=).", default="exact")
     seed: int = like_train("seed", "Seed of weights and data.", _BATCH, default=0)
     equal: bool = switch("Test a function only with micro-batches of equal size.", _LOOP, of="loop")
+    splits: tuple[int, ...] | None = _loop(
+        None,
+        "N,N",
+        "Prove instead that a function(micro_batch), of any trainer, makes the same update however "
+        "its samples are cut: sizes of micro-batches, the first one all samples.",
+        check=numbers,
+        typed=str,
+    )
+    ranks: tuple[int, ...] | None = _loop(
+        None,
+        "N,N",
+        "With --splits: numbers of ranks, each of them a job of so many processes.",
+        check=numbers,
+        typed=str,
+    )
     windows: int | None = _script(
         None,
         "N",
@@ -95,6 +111,8 @@ class VerifyOptions:
     "wholebatch verify my_recipe.py --micro-batch 8 --precision bf16",
     "wholebatch verify train.py:one_window",
     "wholebatch verify train.py -- --lr 3e-4",
+    "wholebatch verify script train.py",
+    "wholebatch verify train.py:one_update --splits 8,4,1 --ranks 1,2",
 )
 def verify(options: VerifyOptions) -> int:
     """Prove that a model or a loop makes the update of the whole batch.
@@ -102,9 +120,12 @@ def verify(options: VerifyOptions) -> int:
     If it does not, the causes are named. Exit status: 0 the same update, 1 another update, 2 wrong
     usage, 3 it could not be judged.
     """
-    name = options.what
-    kind = _kind_of(name)
+    kind, name = _target_of(options.what or [])
     _check_partners(options, kind)
+    if options.splits is not None:
+        path, function = _parsed(str(name))
+        ranks = options.ranks or (1,)
+        return prove_splits(path, function, options.splits, ranks, as_json=options.as_json)
     if kind == "script":
         return _watch_script(Path(str(name)), options)
     with Spinner(console_of(stderr=options.as_json)) as doing:
@@ -134,6 +155,21 @@ def _shown_parts(doing: Spinner) -> Iterator[None]:
     finally:
         log.removeHandler(handler)
         log.level, log.propagate = before
+
+
+def _target_of(words: list[str]) -> tuple[str, str | None]:
+    """Return the kind and the name of `[model|loop|script] WHAT`; else the file tells the kind."""
+    word, *rest = words or [None]
+    if word not in _KINDS and not rest:
+        return _kind_of(word), word
+    if word not in _KINDS or len(rest) > 1 or not (rest or word == "model"):
+        raise OptionError(
+            f"{' '.join(words)}: give one target, after one of the words {', '.join(_KINDS)}"
+        )
+    name = rest[0] if rest else None
+    if word == "script" and not Path(str(name)).is_file():
+        raise OptionError(f"{name}: there is no such file")
+    return str(word), name
 
 
 def _kind_of(name: str | None) -> str:
@@ -189,6 +225,9 @@ def _check_partners(options: VerifyOptions, kind: str) -> None:
         of = setting.metadata.get("of", kind)
         if of != kind and getattr(options, setting.name) != setting.default:
             raise OptionError(f"{flag_of(setting)}: belongs to {_KINDS[of]}, not to {_KINDS[kind]}")
+
+    if options.splits is None and options.ranks is not None:
+        raise OptionError("--ranks: belongs to --splits; give --splits 8,4,1 too")
 
 
 def _verify_recipe(
