@@ -45,12 +45,13 @@ def _without(name: str) -> Callable[[], None]:
     def switch_off() -> None:
         from wholebatch.compile import joint_graph
 
-        rewritten = joint_graph.rewrite
+        module: Any = joint_graph
+        rewritten = module.rewrite
 
         def fewer(*given: Any, **options: bool) -> Any:
             return rewritten(*given, **{**options, name: False})
 
-        joint_graph.rewrite = fewer
+        module.rewrite = fewer
 
     return switch_off
 

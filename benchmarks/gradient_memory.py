@@ -42,8 +42,9 @@ def measured(
 ) -> dict[str, int]:
     """Return the bytes alive at the peak by category; the batch itself is left out."""
     torch.manual_seed(0)
-    sizes = {"n_layer": 4, "n_embd": 128, "n_head": 4, "n_positions": TOKENS, "vocab_size": 512}
-    model: Any = GPT2LMHeadModel(GPT2Config(**sizes, use_cache=False))
+    model: Any = GPT2LMHeadModel(
+        GPT2Config(n_layer=4, n_embd=128, n_head=4, n_positions=TOKENS, vocab_size=512)
+    )
     if checkpoints:
         with_checkpoints(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)

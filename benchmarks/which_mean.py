@@ -23,10 +23,10 @@ sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
 os.environ |= {"TRL_EXPERIMENTAL_SILENCE": "1", "HF_HUB_OFFLINE": "1", "CI": "1"}
 
 import torch  # noqa: E402
+from pages import written  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
 import wholebatch as wb  # noqa: E402
-from benchmarks.pages import written  # noqa: E402
 from tests.losses.preferences import OURS, PLAIN, pairs  # noqa: E402
 from tests.losses.problem import Batch, Policy, batch, ours, undivided  # noqa: E402
 from tests.support import Seen, distance, pieces, sgd  # noqa: E402

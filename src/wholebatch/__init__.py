@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from wholebatch.verification import watch as watch
     from wholebatch.whole_batch import WholeBatch as WholeBatch
     from wholebatch.window.steps import by_epoch as by_epoch
+    from wholebatch.window.steps import updates_per_epoch as updates_per_epoch
     from wholebatch.window.window import Step as Step
 
 __version__ = "0.1.0"
@@ -67,7 +68,7 @@ _NAMES = {
     "pipeline": "Pipeline",
     "verification": "verify watch",
     "whole_batch": "WholeBatch",
-    "window.steps": "by_epoch",
+    "window.steps": "by_epoch updates_per_epoch",
     "window.window": "Step",
 }
 _HOMES = {name: home for home, names in _NAMES.items() for name in names.split()}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -10,7 +9,7 @@ from torch import Tensor, nn
 
 from wholebatch.errors import OptionError
 from wholebatch.losses.coupled import Coupled
-from wholebatch.losses.loss import Loss, Terms, cross_entropy
+from wholebatch.losses.loss import Loss, Terms
 
 LossFunction: TypeAlias = Callable[[Any, Any], Loss | Terms | Tensor]
 _SUCH_AS = "such as lambda model, micro: wb.cross_entropy(model(micro[0]), micro[1])"
@@ -29,23 +28,8 @@ def check_functions(loss: object, units: object) -> None:
             f"loss={loss!r}: must be a function of the model and a micro-batch, {_SUCH_AS}, or "
             "wb.Coupled"
         )
-    else:
-        _refuse_other_arguments(loss)
     if units is not None and not callable(units):
         raise OptionError(f"units={units!r}: must be a function")
-
-
-def _refuse_other_arguments(loss: Callable[..., Any]) -> None:
-    """Refuse a function that cannot be called with the model and a micro-batch."""
-    parameters = _parameters_unless(loss, None, None)
-    is_of_torch = getattr(loss, "__module__", None) == "torch.nn.functional"
-    if parameters is None and (loss is cross_entropy or is_of_torch):  # which take logits
-        parameters = ", ".join(inspect.signature(loss).parameters)
-    if parameters is not None:
-        raise OptionError(
-            f"WholeBatch calls loss(model, micro), and {getattr(loss, '__name__', loss)!s} takes "
-            f"({parameters}): give a function of the model and a micro-batch, {_SUCH_AS}"
-        )
 
 
 def check_run_function(loss: object) -> None:
@@ -55,26 +39,6 @@ def check_run_function(loss: object) -> None:
             f"run({loss!r}, micro): must be a function of the micro-batch that returns a "
             "wb.Loss; a loss that is computed already goes to backward()"
         )
-    parameters = _parameters_unless(loss, None)
-    if parameters is not None:
-        raise OptionError(
-            f"run() calls loss(micro), and {getattr(loss, '__name__', loss)!s} takes "
-            f"({parameters}): give a function of the micro-batch alone, which uses the model of "
-            "your loop"
-        )
-
-
-def _parameters_unless(function: Callable[..., Any], *arguments: object) -> str | None:
-    """Return the parameters of a function that cannot be called with these arguments."""
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):  # a function of C without a signature
-        return None
-    try:
-        signature.bind(*arguments)
-    except TypeError:
-        return ", ".join(signature.parameters)
-    return None
 
 
 def modules_of(model: Any) -> tuple[nn.Module, list[nn.Module]]:

@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed import pipelining
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
@@ -36,7 +36,6 @@ LossFunction: TypeAlias = Callable[[Any, Any], Loss | Tensor]
 _SCHEDULES: dict[str, type[Any]] = {
     "gpipe": pipelining.ScheduleGPipe,
     "1f1b": pipelining.Schedule1F1B,
-    "interleaved": pipelining.ScheduleInterleaved1F1B,
 }
 
 
@@ -50,7 +49,7 @@ class PipelineRunner:
 
     def __init__(
         self,
-        stages: Sequence[Stage],
+        stage: Stage,
         ledger: Ledger,
         sync: Pipelined,
         *,
@@ -62,16 +61,10 @@ class PipelineRunner:
             raise OptionError(
                 f"schedule={schedule!r}: must be one of {', '.join(map(repr, _SCHEDULES))}"
             )
-        if schedule != "interleaved" and len(stages) > 1:
-            raise OptionError(
-                f"schedule={schedule!r} with {len(stages)} stages on a rank: it runs one; use "
-                'schedule="interleaved"'
-            )
-        self._stages, self._ledger, self._sync = list(stages), ledger, sync
+        self._stage, self._ledger, self._sync = stage, ledger, sync
         self._kind, self._size, self._loss = schedule, micro_batch, loss
-        self._device = torch.device(stages[0].device)
-        self.is_first = any(stage.is_first for stage in stages)
-        self.is_last = any(stage.is_last for stage in stages)
+        self._device = torch.device(stage.device)
+        self.is_first, self.is_last = stage.is_first, stage.is_last
         self._schedule: Any = None
         self._places = 0
         self._shapes: list[Any] = []
@@ -114,30 +107,18 @@ class PipelineRunner:
 
     def _fit(self, *, changed: bool) -> None:
         """Build a schedule for this number of micro-batches and these shapes."""
-        places = self._fitting(math.ceil(self._samples / self._size))
+        places = math.ceil(self._samples / self._size)
+        if self._kind == "1f1b":  # it needs as many as there are stages; the rest are empty
+            places = max(places, self._stage.group_size)
         if self._schedule is not None and places == self._places and not changed:
             return
         self._places = places
-        for stage in self._stages if changed else ():
-            for name in ("inputs_meta", "_outputs_meta"):
-                if hasattr(stage, name):  # torch 2.11 keeps the first shapes that it sees.
-                    setattr(stage, name, None)
-        stages = self._stages if self._kind == "interleaved" else self._stages[0]
+        for name in ("inputs_meta", "_outputs_meta") if changed else ():
+            if hasattr(self._stage, name):  # torch 2.11 keeps the first shapes that it sees.
+                setattr(self._stage, name, None)
         self._schedule = _SCHEDULES[self._kind](
-            stages, n_microbatches=places, loss_fn=self._scaled_loss, scale_grads=False
+            self._stage, n_microbatches=places, loss_fn=self._scaled_loss, scale_grads=False
         )
-
-    def _fitting(self, places: int) -> int:
-        """Return the next number of micro-batches that the schedule can run; the rest are empty."""
-        if self._kind == "gpipe":
-            return places
-        ranks = self._stages[0].group_size
-        if self._kind == "1f1b":
-            return max(places, ranks)
-        places = max(places, ranks)
-        while places % (places // ranks):
-            places += 1
-        return places
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Run all forwards and backwards; on the last stage, enter the losses in the window."""
@@ -209,7 +190,7 @@ class Pipeline(HasLedger):
     that does not divide evenly is padded; the padding never reaches the loss.
 
     Args:
-        stage: This rank's stage; a list of stages with "interleaved".
+        stage: This rank's stage.
         optimizer: The optimizer of this rank's stages, or several.
         loss: A function `loss(output, target)` that returns `wb.Loss(total, units)` or a tensor of
             per-unit losses. It runs on the last stage.
@@ -223,18 +204,18 @@ class Pipeline(HasLedger):
 
     def __init__(
         self,
-        stage: PipelineStage | Sequence[PipelineStage],
+        stage: PipelineStage,
         optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         *,
         loss: LossFunction,
         micro_batch: int,
-        schedule: Literal["gpipe", "1f1b", "interleaved"] = "1f1b",
+        schedule: Literal["gpipe", "1f1b"] = "1f1b",
         data_parallel: dist.ProcessGroup | None = None,
         clip_norm: float | None = None,
         scheduler: Scheduler | Sequence[Scheduler] | None = None,
         close: Close | None = None,
     ) -> None:
-        stages = _stages(stage)
+        _check_stage(stage)
         if not callable(loss):
             raise OptionError(f"loss={loss!r}: must be a function of output and target")
         if not is_positive(micro_batch):
@@ -244,16 +225,16 @@ class Pipeline(HasLedger):
                 f"clip_norm={clip_norm!r} in a pipeline: stages have parameter groups of their "
                 "own; give one number, for the norm over all stages"
             )
-        modules = [each.submod for each in stages]
+        modules = [stage.submod]
         allowed = ("clip_value", "nonfinite", "zero_units")
         options = close_options(close_with_only(close, *allowed, where="in a pipeline"), clip_norm)
-        sync = Pipelined(modules, stages[0].group, data_parallel, torch.device(stages[0].device))
+        sync = Pipelined(modules, stage.group, data_parallel, torch.device(stage.device))
         target = build_target(modules, optimizer, options=options, scheduler=scheduler, sync=sync)
         self._ledger = Ledger(target, options, sync)
         self._norms = [pair for module in modules for pair in whole_batch_norms(module)]
         self._refuse_batch_statistics()
         self._runner = PipelineRunner(
-            stages, self._ledger, sync, schedule=schedule, micro_batch=micro_batch, loss=loss
+            stage, self._ledger, sync, schedule=schedule, micro_batch=micro_batch, loss=loss
         )
         self.last_step: Step | None = None
 
@@ -305,21 +286,15 @@ class Pipeline(HasLedger):
         load_state(self._ledger, "Pipeline", saved)
 
 
-def _stages(stage: Any) -> list[PipelineStage]:
-    stages = list(stage) if isinstance(stage, Sequence) else [stage]
-    if not stages or not all(isinstance(each, PipelineStage) for each in stages):
+def _check_stage(stage: Any) -> None:
+    if not isinstance(stage, PipelineStage):
         raise OptionError(
-            f"stage={type(stage).__name__}: must be a torch.distributed.pipelining.PipelineStage, "
-            'or a list of them for schedule="interleaved"'
+            f"stage={type(stage).__name__}: must be a torch.distributed.pipelining.PipelineStage"
         )
-    for each in stages:
-        inside: list[nn.Module] = list(each.submod.modules())
-        for kind in (DistributedDataParallel, FSDPModule):
-            if any(isinstance(module, kind) for module in inside):
-                raise UnsupportedError(
-                    f"stage {each.stage_index} is wrapped in {kind.__name__}: it would reduce "
-                    "gradients in addition to the window; pass the plain module, and as "
-                    "data_parallel= the process group of the ranks that hold replicas of this "
-                    "stage"
-                )
-    return stages
+    for kind in (DistributedDataParallel, FSDPModule):
+        if any(isinstance(module, kind) for module in stage.submod.modules()):
+            raise UnsupportedError(
+                f"the stage is wrapped in {kind.__name__}: it would reduce gradients in addition "
+                "to the window; pass the plain module, and as data_parallel= the process group of "
+                "the ranks that hold replicas of this stage"
+            )

@@ -142,7 +142,7 @@ def test_samples_that_cannot_be_put_together_are_told_in_one_line(
     assert ran.err.startswith("error: the samples of data() cannot be put together as they are (R")
     assert ran.err.endswith("or make them alike\n")
     broken = ('return {"x": x, "y"', 'raise OSError(\'gone\')\n        return {"x": x, "y"')
-    ran = command("train", recipe(NOISY, broken), "--micro-batch", "auto", "--memory", "1GiB")
+    ran = command("train", recipe(NOISY, broken), "--micro-batch", "auto")
     assert ran.status == 1
     assert ran.err.startswith("error: OSError: gone, at ")
     wrong = ("def loss(model, micro):", "def loss(model, micro):\n    raise KeyError('x')")

@@ -248,12 +248,6 @@ TEST_AND_MEMORY_INTERNALS = (
         ("_should_skip_dynamo",),
     ),
     Internal(_FAKE, "FakeTensorMode", "memory of a model that is not there", "no plan"),
-    Internal(
-        "torch.testing._internal.distributed.fake_pg",
-        "FakeStore",
-        "memory of one rank of FSDP2, without the others",
-        "no plan for FSDP2",
-    ),
     Internal("torch", "Tensor._indices", "bytes of sparse gradients", _TEST, ("_values",)),
     Internal("torch", "Tensor._backward_hooks", "the test runs no hook of the user's", _TEST),
     Internal("torch", "Tensor._version", "finds a step of another model's optimizer", _TEST),

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import wholebatch as wb
-from tests.support import EXACT, Seen, Whole, distance, loss, mean, pieces, samples, sgd, summed
+from tests.support import Whole, loss, mean, pieces, samples, sgd, summed
 
 
 def normed() -> nn.Sequential:
@@ -24,28 +24,6 @@ def normed() -> nn.Sequential:
         nn.ReLU(),
         nn.Linear(12, 3),
     ).double()
-
-
-@pytest.mark.parametrize("micro_batch", [1, 3, 7, 20])
-@pytest.mark.parametrize("units", [None, lambda micro: len(micro["y"])])
-def test_gradients_and_running_statistics_are_those_of_the_undivided_batch(
-    micro_batch: int, units: Any
-) -> None:
-    model = normed()
-    whole = Whole(model, clip_norm=0.5)
-    optimizer = sgd(model)
-    seen = Seen(model, optimizer)
-    train = wb.WholeBatch(
-        model, optimizer, loss=loss, micro_batch=micro_batch, units=units, clip_norm=0.5
-    )
-    for number in (20, 17):
-        whole.step(samples(number))
-        train.step(samples(number))
-    whole.assert_same(model, seen)
-    assert (
-        distance([b.double() for b in model.buffers()], [b.double() for b in whole.model.buffers()])
-        <= EXACT
-    )
 
 
 def test_a_model_in_evaluation_mode_is_split() -> None:

@@ -46,13 +46,12 @@ def test_gradients_and_running_statistics_are_those_of_plain_torch(
     assert train.micro_batch_size == 7
 
 
-@pytest.mark.parametrize("inputs_on_host", [False, True])
 @pytest.mark.parametrize("name", ["resnet", "unet", "mobilenet"])
-def test_checkpointed_blocks_change_nothing(name: str, inputs_on_host: bool) -> None:
+def test_checkpointed_blocks_change_nothing(name: str) -> None:
     model = NETWORKS[name]().double()
     data = batch(12)
     want = whole(model, data)
-    with checkpointed(model, inputs_on_host=inputs_on_host) as blocks:
+    with checkpointed(model) as blocks:
         assert len(blocks) > 1
         mean(model, data).backward()
     assert not any(map(is_checkpointed, model.modules()))
@@ -89,7 +88,7 @@ def test_out_of_memory_at_any_operation_checkpoints_the_blocks(name: str) -> Non
         if train._fitting._undivided.place == 1:
             recovered += 1
         same_as_whole(model, seen, undivided)
-    assert recovered > everything.seen // 14
+    assert recovered >= everything.seen // 14
 
 
 def test_a_batch_that_does_not_fit_is_refused_with_the_ways_out() -> None:

@@ -56,20 +56,6 @@ class ClippedByGroup(Whole):
         return loss.item()
 
 
-class Crossed(nn.Module):
-    """Two layers alike, in one order or the other."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def forward(self, x: Tensor, flipped: bool) -> Tensor:
-        layers = [self.second, self.first] if flipped else [self.first, self.second]
-        out: Tensor = layers[1](torch.tanh(layers[0](x)))
-        return out
-
-
 def initialized(stage: int, make: Any, *, model: nn.Module | None = None, **config: Any) -> Any:
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     model = fresh().float() if model is None else model
@@ -288,16 +274,6 @@ def refused() -> dict[str, str]:
         next(engine.module.parameters()).register_hook(lambda g: g.clamp(-1, 1))
         accumulator(engine).backward(loss(engine, micro(1, 2)))
 
-    def crossed(engine: Any) -> None:
-        """Layers in another order on each rank."""
-        before = parameters_of(engine)
-        acc, x = accumulator(engine, steps=1), torch.ones(2, 4)
-        try:
-            for _ in acc.over([x]):
-                acc.backward(engine(x, dist.get_rank() == 1).sum(), units=2)
-        finally:
-            told["untouched"] = str(all(map(torch.equal, before, parameters_of(engine))))
-
     def opened(engine: Any) -> Any:
         acc = accumulator(engine)
         acc.backward(loss(engine, micro(1, 2)))
@@ -320,7 +296,6 @@ def refused() -> dict[str, str]:
     attempt("ema", 3, whole(ema=averaged))
     attempt("a mean", 3, whole(loss=lambda m, b: wb.Loss(m(b["tokens"]).square().mean(), 40)))
     attempt("hook", 1, hooked)
-    attempt("order", 2, crossed, model=Crossed())
     attempt("state", 3, lambda engine: opened(engine).state_dict())
     attempt("flush", 3, lambda engine: opened(engine).flush())
     engines = [initialized(1, sgd), initialized(1, sgd)]
@@ -329,7 +304,6 @@ def refused() -> dict[str, str]:
         lambda: wb.Accumulator(engines, [e.optimizer for e in engines], steps=1)
     )
     told["one loop"] = outcome(lambda: list(wb.over([micro(1, 2)], *loops)))
-    told["late"] = outcome(lambda: used_late(3, **OFFLOAD))  # leaves its engine as it is
     return told
 
 

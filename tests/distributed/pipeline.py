@@ -79,7 +79,7 @@ def run(
         for part, index in zip(parts, mine, strict=True)
     ]
     train = wb.Pipeline(
-        built if schedule == "interleaved" else built[0],
+        built[0],
         optimizer,
         loss=wb.cross_entropy,
         micro_batch=2,
@@ -168,7 +168,6 @@ def refused(group: dist.ProcessGroup | None) -> dict[str, str]:
     calls: dict[str, Callable[[], Any]] = {
         "schedule": lambda: pipeline(schedule="dualpipe"),
         "module": lambda: pipeline(Part(0, 2)),
-        "two stages": lambda: pipeline([built(), built()]),
         "clip by group": lambda: pipeline(clip_norm=[1.0]),
         "ddp": lambda: pipeline(built(DistributedDataParallel(Part(0, 1)))),
         "batchnorm": lambda: pipeline(built(batch_norm)),
@@ -190,7 +189,6 @@ def report() -> dict[str, Any]:
         "gpipe, 2 stages": run("gpipe", 2, pair, make=adamw, clip=0.05),
         "gpipe, 4 stages": run("gpipe", 4, None),
         "1f1b, 4 stages": run("1f1b", 4, None, make=adamw, clip=0.05),
-        "interleaved, 2 x 2 stages": run("interleaved", 4, pair),
         "1f1b, 2 stages, 2 replicas": run("1f1b", 2, pair, clip=0.05, replicas=replicas),
         "skipped": skipped(pair),
     }

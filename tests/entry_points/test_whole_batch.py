@@ -217,20 +217,6 @@ def test_auto_recovers_from_a_real_out_of_memory_as_if_split_so_from_the_start(f
         assert torch.equal(ours, theirs)
 
 
-@pytest.mark.parametrize("budget", ["180KiB", "220KiB"])
-def test_auto_chooses_what_fits_a_budget(budget: str) -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 3))
-    batch = {"x": torch.randn(256, 64), "y": torch.randint(0, 3, (256,))}
-    whole = Whole(model)
-    whole.step(batch)
-    train = wb.WholeBatch(model, sgd(model), loss=loss, memory=budget)
-    step = train.step(batch)
-    assert 1 < step.micro_batches < 256
-    assert train.recoveries == 0
-    whole.assert_same(model, at_most=1e-5)
-
-
 def test_auto_gives_up_when_one_sample_does_not_fit() -> None:
     model = mlp()
 

@@ -68,6 +68,11 @@ INTERNALS: dict[str, tuple[Internal, ...]] = {
         Internal("_entropy_bonus_enabled", _GRPO, "an entropy bonus over other units is refused"),
     ),
     "accelerate": (  # attributes without an underscore that no page describes
+        Internal(
+            "active_dataloader", "accelerate/state.py", "samples that it repeats are left out"
+        ),
+        Internal("even_batches", "accelerate/data_loader.py", "the same"),
+        Internal("slice_fn", "accelerate/data_loader.py", "the same, of iterable datasets"),
         Internal("is_fsdp2", "accelerate/accelerator.py", "FSDP1 is refused"),
         Internal("end_of_dataloader", "accelerate/state.py", "loops without accumulate() fail"),
         Internal("parallelism_config", "accelerate/accelerator.py", "shared batches are refused"),

@@ -53,6 +53,15 @@ def test_what_is_not_understood_gets_one_note(name: str) -> None:
 
 
 SILENT = {
+    "gradients of a teacher that are cleared": """
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for i in range(total):
+            (F.mse_loss(model(x), teacher(x)) / accum).backward()
+            teacher.zero_grad()
+            if (i + 1) % accum == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+    """,
     "a loop that does not accumulate": """
         for batch in loader:
             compute(batch).backward()

@@ -7,7 +7,6 @@ import weakref
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from wholebatch.errors import OptionError
 from wholebatch.memory import resize_batch
@@ -32,28 +31,9 @@ def test_keeps_the_memory_format() -> None:
     assert large.is_contiguous(memory_format=torch.channels_last)
 
 
-def test_works_without_bytes() -> None:
-    with FakeTensorMode():
-        assert resize_batch((torch.zeros(2, 3), torch.zeros(2)), 1000)[0].shape == (1000, 3)
-    assert resize_batch({"x": torch.zeros(4, 2, device="meta")}, 9)["x"].shape == (9, 2)
-
-
-def test_leaves_named_static_are_passed_on() -> None:
-    batch = {"x": torch.zeros(3, 2), "table": torch.zeros(3, 5)}
-    assert resize_batch(batch, 6, static="table")["table"] is batch["table"]
-
-
 def test_refuses_no_samples() -> None:
     with pytest.raises(OptionError, match="samples=0: must be at least 1"):
         resize_batch(torch.zeros(2), 0)
-
-
-def test_maps_only_tensors() -> None:
-    assert map_tensors((torch.ones(1), "a", [1]), lambda t: t + 1) == (
-        torch.tensor([2.0]),
-        "a",
-        [1],
-    )
 
 
 def test_a_batch_is_gone_when_nobody_holds_it() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.memory.models import images, loss, vectors
+from tests.memory.models import loss, vectors
 from wholebatch.errors import UnsupportedError
 from wholebatch.losses.loss import Loss, cross_entropy
 from wholebatch.memory import MemoryMeter, predict_peak, repeated_blocks, with_checkpoints
@@ -35,66 +35,6 @@ def assert_exact(
         meter.reset_peak()
         window.run([micro] * 3)
     assert (predicted.peak, predicted.by_category) == (meter.peak, meter.peak_by_category)
-
-
-class Channels(nn.Module):
-    """16-bit convolutions before norms whose weights are in fp32."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Conv2d(3, 8, 3, padding=1)
-        self.group = nn.GroupNorm(2, 8)
-        self.second = nn.Conv2d(8, 8, 7, padding=3, groups=8)
-        self.layer = nn.LayerNorm(8)
-        self.head = nn.Linear(8, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.second(self.group(self.first(x)).relu()).permute(0, 2, 3, 1)
-        made: Tensor = self.head(nn.functional.gelu(self.layer(x)).mean((1, 2)))
-        return made
-
-
-def test_statistics_of_norms_are_kept_in_the_dtype_of_their_weights() -> None:
-    assert_exact(Channels(), images(3), precision="bf16")
-
-
-class Classified(nn.Module):
-    """A token before the others: with one sample, its gradient is a view of all their gradients."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Parameter(torch.zeros(1, 1, 4))
-        self.head = nn.Linear(4, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        rows = x.view(len(x), 5, 4)
-        tokens = torch.cat([self.first.expand(len(x), -1, -1), rows], 1)
-        made: Tensor = self.head(tokens.cumsum(1)[:, -1] + tokens.exp().sum(1))
-        return made
-
-
-@pytest.mark.parametrize("samples", [1, 2])
-def test_a_gradient_keeps_what_it_is_a_view_of(samples: int) -> None:
-    assert_exact(Classified(), vectors(samples), optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
-
-
-class Experts(nn.Module):
-    """Each sample to one of three experts, in one kernel."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Parameter(torch.randn(3, 32, 20) / 5)
-        self.second = nn.Parameter(torch.randn(3, 8, 32) / 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        ends = torch.full((3,), len(x), dtype=torch.int32)
-        for weight in (self.first, self.second):
-            x = nn.functional.grouped_mm(x, weight.transpose(1, 2), offs=ends).relu()
-        return x
-
-
-def test_experts_in_one_kernel() -> None:
-    assert_exact(Experts(), vectors(6))
 
 
 @pytest.mark.parametrize("kind", ["fused", "reads"])

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import wholebatch as wb
-from tests.support import EXACT, Whole, grouped, loss, mlp, samples, sgd
+from tests.support import Whole, grouped, loss, mlp, samples, sgd
 
 WINDOWS = 12
 
@@ -104,31 +104,6 @@ def sequences(seed: int, length: int) -> dict[str, Tensor]:
     }
 
 
-def test_a_size_that_was_measured_steps_back_by_an_eighth() -> None:
-    model = mlp()
-    train = wb.WholeBatch(model, sgd(model), loss=loss, memory="1GiB", audit=False)
-    train.choose(samples(32))
-    assert train.micro_batch_size == 32
-    Device(model, 30)
-    assert train.step(samples(32)).micro_batches == 2
-    assert (train.micro_batch_size, train.recoveries) == (28, 1)
-    train.step(samples(32))
-    assert train.recoveries == 1
-
-
-@pytest.mark.parametrize("sizes", [7, 13, 29])
-def test_the_update_is_that_of_the_whole_batch(sizes: int) -> None:
-    model = mlp()
-    device = Device(model, 3)
-    whole = Whole(mlp())
-    train = wb.WholeBatch(model, sgd(model), loss=loss, micro_batch=sizes, audit=False)
-    for number in (29, 30, 31):
-        train.step(samples(number))
-        whole.step(samples(number))
-    whole.assert_same(model, at_most=EXACT)
-    assert device.failures <= 4
-
-
 def test_budgets_of_tokens_are_learned_too() -> None:
     model = mlp()
     device = Device(model, 4)
@@ -159,12 +134,3 @@ def test_state_keeps_what_was_learned() -> None:
     other = wb.WholeBatch(model, sgd(model), loss=loss, micro_batch=8)
     other.load_state_dict(saved)
     assert other.micro_batch_size == 8  # another size is the user's new word
-
-
-def test_memory_that_never_suffices_still_ends() -> None:
-    model = mlp()
-    Device(model, 0)
-    train = wb.WholeBatch(model, sgd(model), loss=loss, micro_batch=16)
-    with pytest.raises(torch.OutOfMemoryError, match="of one sample does not fit"):
-        train.step(samples(64))
-    assert train.recoveries == 4

@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor, nn
 
 import wholebatch as wb
-from tests.memory.inject import OutOfMemoryAt
 from tests.support import adamw, mlp, samples, sgd, summed
 from wholebatch.memory.predict import state_bytes
-from wholebatch.memory.trial_step import held_bytes, state_pieces, trial_peak
+from wholebatch.memory.trial_step import state_pieces
 
 
 def loss(model: nn.Module, micro: dict[str, Tensor]) -> wb.Loss:
     return wb.Loss(summed(model, micro), len(micro["y"]))
-
-
-def peak(model: nn.Module, budget: int, missing: int = 0) -> int | None:
-    micros = [samples(8)] * 2
-    options: Any = {"optimizer": adamw(model), "precision": "full", "missing_state": missing}
-    return trial_peak(model, loss, micros, budget=budget, **options)
 
 
 def test_the_state_of_the_first_update_is_known_before_it() -> None:
@@ -34,19 +25,6 @@ def test_the_state_of_the_first_update_is_known_before_it() -> None:
     made = sum(t.nbytes for state in optimizer.state.values() for t in state.values())
     assert expected == made == 2 * sum(p.nbytes for p in model.parameters()) + steps
     assert state_bytes(model, sgd(model)) == 0
-
-
-def test_a_step_that_does_not_fit_is_none() -> None:
-    """Here an operation runs out; on CUDA the allocator refuses."""
-    model = mlp()
-    used = peak(model, 10**6)
-    assert used is not None
-    assert used > held_bytes(model)
-    with OutOfMemoryAt(9):
-        assert peak(model, 10**6) is None
-    assert peak(model, 10**6) == used  # nothing is left behind
-    assert peak(model, 10**6, missing=100) == used + 100
-    assert all(parameter.grad is None for parameter in model.parameters())
 
 
 def test_state_is_taken_in_as_many_pieces_as_an_optimizer_has() -> None:

@@ -93,6 +93,8 @@ def _right(random: Random) -> Program:
     if event == "swap" and optimizer == "adamw fused":  # torch's kernel takes one memory layout
         optimizer = "adamw"
     call = "plain" if is_next else _call(random, way, model, event)
+    if call == "in place" and loss == "coupled":  # its second pass would see what the first wrote
+        call = "plain"
     may_be_two = event == "none" and way != "gradient" and model not in ("tied", "sparse")
     if may_be_two and random.randint(0, 9) == 5:
         optimizer = "two"
@@ -100,7 +102,9 @@ def _right(random: Random) -> Program:
     loads = way == "over" or (loop == "over" and not is_whole)
     # A list of micro-batches is no steps= schedule: the second epoch goes on after the first.
     lengths = [1] if is_whole else [*map(len, windows)]
-    again = loads and event == "none" and len({*lengths[:-1], max(lengths)}) == 1
+    again = (
+        loads and event == "none" and call != "in place" and len({*lengths[:-1], max(lengths)}) == 1
+    )
     close = _close(random, way, model, event)
     if event == "empty" and "zero_units" not in close:
         close = (*close, "zero_units")

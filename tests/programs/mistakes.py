@@ -395,7 +395,9 @@ def _module(
     )
     return Mistake(
         # It is named; a loop's test of calls names the model.
-        rf"\(Behind\).*({words})|depends on state that" if words == MOVES else words,
+        rf"\(Behind\).*({words})|depends on state that|a forward moves"
+        if words == MOVES
+        else words,
         ways=ways,
         losses=("ce", "smooth", "mse"),
         models=("linear", "mlp", "conv", "heads", "frozen", "lora"),

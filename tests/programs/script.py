@@ -537,7 +537,6 @@ CLOSE = {
 }
 MEMORY = {
     "host": 'memory=wb.Memory(optimizer_state="host")',
-    "budget": 'memory="4GiB"',
 }
 
 

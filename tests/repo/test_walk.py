@@ -46,7 +46,7 @@ def frames_above() -> list[str]:
     return names
 
 
-def test_a_step_passes_19_files_and_6_frames() -> None:
+def test_a_step_passes_18_files_and_6_frames() -> None:
     calls: list[list[str]] = []
 
     def loss(model: nn.Module, micro: dict[str, torch.Tensor]) -> wb.Loss:
@@ -60,12 +60,12 @@ def test_a_step_passes_19_files_and_6_frames() -> None:
         train.step(batch)  # The second looks once more: the list that the loss function reads grew.
     calls.clear()
     files = files_of(lambda: train.step(batch))
-    assert len(files) <= 19, sorted(files)
+    assert len(files) <= 18, sorted(files)
     assert calls
     assert all(len(frames) <= 6 for frames in calls), calls[0]
 
 
-def test_a_backward_passes_13_files() -> None:
+def test_a_backward_passes_11_files() -> None:
     model = mlp()
     acc = wb.Accumulator(model, sgd(model), steps=2, clip_norm=1.0)
 
@@ -78,7 +78,7 @@ def test_a_backward_passes_13_files() -> None:
         backward()
     for closes in (False, True):
         files = files_of(partial(assert_is_step, backward, closes))
-        assert len(files) <= 13, (closes, sorted(files))
+        assert len(files) <= 11, (closes, sorted(files))
 
 
 def assert_is_step(backward: Callable[[], wb.Step | None], closes: bool) -> None:

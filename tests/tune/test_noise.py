@@ -16,7 +16,7 @@ from tests.compile.nets import mode_of, traced
 from tests.distributed.launch import torchrun
 from tests.support import measured, mlp, samples
 from wholebatch.errors import OptionError, UnsupportedError
-from wholebatch.tune.noise_scale import Estimator, NoiseProbe, NoiseScale, Observation, fieller
+from wholebatch.tune.noise_scale import Estimator, NoiseProbe, NoiseScale, Observation
 
 pytestmark = pytest.mark.slow
 PARAMETERS = 40
@@ -147,27 +147,6 @@ def test_both_estimates_are_without_bias(sizes: tuple[int, ...], firsts: int) ->
         assert error < 4.0, name
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_it_is_the_pair_of_mccandlish(ranks: int) -> None:
-    """Their equations (A.2), with a small batch of 4 and a big one of 8."""
-    small, big = (3.0, 5.0)[:ranks], 6.0
-    square = sum(norm**2 for norm in small) / ranks
-    firsts = (4 * square * ranks, 4.0 * ranks, ranks)
-    found = Observation.of(firsts, norm=big * 8, units=8.0, micro_batches=2)
-    assert found is not None
-    assert found.signal == pytest.approx((8 * big**2 - 4 * square) / (8 - 4))
-    assert found.spread == pytest.approx((square - big**2) / (1 / 4 - 1 / 8))
-
-
-def test_one_micro_batch_alone_says_nothing() -> None:
-    assert Observation.of((9.0 / 4.0, 4.0, 1), norm=3.0, units=4.0, micro_batches=1) is None
-    model = Quadratic()
-    train = measured(model, still(model), loss=summed, micro_batch=64, noise=1)
-    for seed in range(5):
-        train.step(gaussian(32, gradient=GRADIENT, spread=SPREAD, seed=seed))
-    assert probe_of(train).estimate is None
-
-
 # ----------------------------------------------------------------- uncertainty
 
 
@@ -184,25 +163,6 @@ def test_the_interval_covers_the_truth_as_often_as_it_says() -> None:
         assert found is not None
         inside += found.low <= 10.0 <= found.high
     assert 0.92 <= inside / trials <= 0.98
-
-
-def test_fieller_without_an_upper_end() -> None:
-    low, high = fieller(10.0, 0.1, 1.0, 0.04, 0.0, z=1.96)
-    assert high == math.inf
-    assert 0.9 * 10.0 / (0.1 + 1.96 * 0.2) < low < 10.0 / (0.1 + 1.96 * 0.2)
-    assert fieller(10.0, -1.0, 1.0, 0.01, 0.0, z=1.96) == (0.0, math.inf)
-    assert fieller(0.1, 0.1, 1.0, 1.0, 0.0, z=1.96) == (0.0, math.inf)
-    low, high = fieller(10.0, 2.0, 0.01, 0.0001, 0.0, z=1.96)
-    assert low < 5.0 < high < 5.2
-
-
-def test_old_windows_are_dropped() -> None:
-    estimator = Estimator(most=20)
-    for spread in [100.0] * 40 + [10.0] * 40:
-        estimator.windows.append(Observation(spread, 1.0, 8.0, 4))
-    found = estimator.estimate()
-    assert found is not None
-    assert found.spread == pytest.approx(10.0, rel=0.05)
 
 
 def test_gradients_that_shrink_do_not_hide_what_comes_after() -> None:
@@ -268,22 +228,6 @@ def test_measuring_changes_no_bit(options: dict[str, Any]) -> None:
         assert noise is None or probe_of(train).estimate is not None
     for one, other in zip(*ends, strict=True):
         assert torch.equal(one, other)
-
-
-def looked_at(noise: Any, samples: int, micro_batch: int, *, windows: int) -> list[int]:
-    """Return the windows in which the norm after the first micro-batch is taken."""
-    model = Quadratic()
-    train = measured(model, still(model), loss=summed, micro_batch=micro_batch, noise=noise)
-    looked: list[int] = []
-    for seed in range(windows):
-        train.step(gaussian(samples, gradient=0.1, spread=SPREAD, seed=seed))
-        if probe_of(train)._measured is not None:
-            looked.append(seed)
-    return looked
-
-
-def test_only_every_nth_window_is_looked_at() -> None:
-    assert looked_at(5, 16, 8, windows=12) == [1, 6, 11]
 
 
 def test_the_loss_scale_is_taken_out() -> None:

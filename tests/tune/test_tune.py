@@ -175,15 +175,6 @@ def test_out_of_memory_is_a_result() -> None:
         tune(task(12, loss=fails), micro_batches=[12], **given)
 
 
-def test_both_precisions_with_their_distance() -> None:
-    given = {"micro_batches": [12], "checkpointing": (False,), **QUICK}
-    found = tune(task(), precisions=("full", "bf16"), **given)
-    assert 1e-4 < found.distances["bf16"] < 0.5
-    [line] = [line for line in found.advice if line.startswith("bf16 ")]
-    assert "ms in full; its first update is" in line
-    assert tune(task(), **given).distances == {}
-
-
 def test_memory_is_that_of_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The data are no part of it: here a megabyte that every sample is a view of."""
     from wholebatch.cli import main

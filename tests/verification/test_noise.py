@@ -30,14 +30,6 @@ def denoising_mean(model: nn.Module, micro: Any) -> wb.Loss:
     return wb.Loss(F.mse_loss(model(x + noise), noise), 1)
 
 
-def mixup(model: nn.Module, micro: Any) -> wb.Loss:
-    x, y = micro["x"], micro["y"]
-    other = torch.randperm(len(x))
-    logits = model(0.7 * x + 0.3 * x[other])
-    mixed = [F.cross_entropy(logits, labels, reduction="sum") for labels in (y, y[other])]
-    return wb.Loss(0.7 * mixed[0] + 0.3 * mixed[1], len(x))
-
-
 class Recomputed(nn.Module):
     """Noise inside a checkpointed block is drawn again in the backward."""
 
@@ -91,7 +83,6 @@ def test_noise_that_comes_with_the_batch_is_the_same_update() -> None:
     ("loss", "make"),
     [
         (denoising_mean, lambda: network(5)),
-        (mixup, lambda: network(3)),
         (classified, Recomputed),
     ],
 )

@@ -38,7 +38,7 @@ class ForeignWrites:
         self.forget()
 
     def forget(self) -> None:
-        """Forget the window: another one begins."""
+        """Forget the window: it is over, or another one begins."""
         self._parameters: Sequence[nn.Parameter] = ()
         self._gradients: list[Tensor | None] = []  # held: no other tensor gets the id of one
         self._writes: list[int] = []  # into each gradient
@@ -47,6 +47,9 @@ class ForeignWrites:
 
     def remember(self, parameters: Sequence[nn.Parameter]) -> None:
         """Remember the parameters and their gradients after a backward of the window."""
+        if not parameters:
+            self.forget()
+            return
         if self._looks:
             self._parameters = parameters
             self._gradients = list(map(_gradient, parameters))

@@ -26,7 +26,7 @@ from wholebatch.losses.loss import Loss, OfMean, Terms, refuse_in_parts, terms_o
 from wholebatch.warn_user import warn_user
 from wholebatch.window.autograd_graph import refuse_freed_graph
 from wholebatch.window.model_and_optimizer import Target
-from wholebatch.window.observer import Plan
+from wholebatch.window.observer import Observer, Plan
 from wholebatch.window.window import is_tested_window
 
 OF_A_LOSS: tuple[type[Check], ...] = (OwnReduction, DividedBySteps, UnitsOfMeans)
@@ -35,8 +35,8 @@ CHECKS: tuple[type[Check], ...] = (*OF_A_LOSS, OtherModels, ComparedRows, FirstC
 """To add a law, write its file and put its class here."""
 
 
-class OwnLoop:
-    """Asks a list of checks at the moments of a window; an `Observer`."""
+class OwnLoop(Observer):
+    """Asks a list of checks at the moments of a window."""
 
     def __init__(self, target: Target, checks: Sequence[type[Check]] = CHECKS) -> None:
         self._writes = ForeignWrites(target)

@@ -171,7 +171,7 @@ def _run(
     if world.is_first:
         many = f"{run.train.updates} update{'' if run.train.updates == 1 else 's'}"
         title = f"{run.recipe.name}: {many}, {short_duration(taken)}"
-        terminal.rows(title, summary_rows(run, loop, folder), boxed=True)
+        terminal.rows(title, summary_rows(run, loop, folder))
         more = f"{again} --updates {2 * run.train.updates}"
         say_command(terminal.console, "Continue with:", command_line(world.ranks, more))
     return 0

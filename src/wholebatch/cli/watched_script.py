@@ -160,26 +160,18 @@ def _wait_for(done: Path) -> None:
         time.sleep(0.05)
 
 
-def _files(folder: Path) -> Iterator[os.DirEntry[str]]:
-    """Yield the entries of a folder and of those in it, but not of those that are linked."""
-    with os.scandir(folder) as entries:
-        for entry in entries:
-            yield entry
-            if entry.is_dir(follow_symlinks=False) and not _is_linked(entry):
-                yield from _files(Path(entry.path))
-
-
-def _is_linked(entry: os.DirEntry[str]) -> bool:
+def _is_linked(path: Path) -> bool:
     """True for what is linked and not copied: links, repositories, virtual environments."""
-    return entry.is_symlink() or entry.name == ".git" or Path(entry.path, "pyvenv.cfg").is_file()
+    return path.is_symlink() or path.name == ".git" or (path / "pyvenv.cfg").is_file()
 
 
 def _refuse_large(roots: Sequence[Path]) -> None:
     size = count = 0
     for root in roots:
-        for entry in _files(root):
-            count += 1
-            size += entry.stat(follow_symlinks=False).st_size if entry.is_file() else 0
+        for folder, folders, files in os.walk(root):
+            folders[:] = [name for name in folders if not _is_linked(Path(folder, name))]
+            count += len(folders) + len(files)
+            size += sum(os.lstat(os.path.join(folder, name)).st_size for name in files)
             if size > _MOST_BYTES or count > _MOST_FILES:
                 raise OptionError(
                     f"{root}: the script runs in a copy of it, and it has more than "
@@ -188,14 +180,17 @@ def _refuse_large(roots: Sequence[Path]) -> None:
                 )
 
 
-def _copy(folder: Path, place: Path) -> None:
-    place.mkdir(parents=True)
-    with os.scandir(folder) as entries:
-        for entry in entries:
-            target = place / entry.name
-            if _is_linked(entry):
-                target.symlink_to(os.path.realpath(entry.path))
-            elif entry.is_dir():
-                _copy(Path(entry.path), target)
-            elif entry.is_file():
-                shutil.copy2(entry.path, target)
+def _copy(root: Path, place: Path) -> None:
+    """Copy a folder; links stay links to where they led."""
+    linked: list[Path] = []
+
+    def left_out(folder: str, names: list[str]) -> list[str]:
+        paths = [Path(folder, name) for name in names]
+        linked.extend(path for path in paths if _is_linked(path))
+        return [
+            path.name for path in paths if _is_linked(path) or not (path.is_file() or path.is_dir())
+        ]
+
+    shutil.copytree(root, place, ignore=left_out)
+    for path in linked:
+        (place / path.relative_to(root)).symlink_to(os.path.realpath(path))

@@ -8,10 +8,8 @@ each rank holds its slice of the reduced gradients (ZeRO 1-3: `optimizer.average
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -42,31 +40,6 @@ class EngineOptimizer(torch.optim.Optimizer):
             )
 
 
-class BackwardOrder:
-    """The order in which backwards reached the parameters, as a number that ranks can compare.
-
-    ZeRO 2 and 3 fill their buckets in that order, and add up buckets of all ranks: where ranks
-    used different parameters, or in another order, gradients of different parameters are mixed.
-    """
-
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
-        self.value = 0
-        self.backward = 0
-        self.reached: dict[int, int] = {}  # by the last backward of this number
-        self._handles = [
-            parameter.register_post_accumulate_grad_hook(partial(self._reached, index))
-            for index, parameter in enumerate(parameters, start=1)
-        ]
-
-    def remove(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-
-    def _reached(self, index: int, _: Tensor) -> None:
-        self.value = (self.value * 1_000_003 + index) % 2**52
-        self.reached[index] = self.backward
-
-
 class DeepSpeed(ReducesInLastBackward):
     """A model that `deepspeed.initialize` has wrapped."""
 
@@ -80,7 +53,8 @@ class DeepSpeed(ReducesInLastBackward):
         self._engine = engine
         self._stage = int(engine.zero_optimization_stage())
         self._offloads = _is_on(engine.zero_offload_optimizer())
-        self._check_sync(sync)
+        if sync == ("hold" if self._stage >= 2 else "every"):
+            raise OptionError(f"sync={sync!r} with ZeRO {self._stage}: it cannot; leave it out")
         device = next(engine.module.parameters()).device
         super().__init__(Group([dist.group.WORLD], device, rank=dist.get_rank()))
         self.replicas = self.group if self._stage < 3 else None
@@ -90,23 +64,6 @@ class DeepSpeed(ReducesInLastBackward):
         # The engine would clip the undivided batch too; its default is 1.0.
         self.clip_norm = float(engine.gradient_clipping()) or None
         self._failed = False
-        self._order: BackwardOrder | None = None
-        if self._stage >= 2:
-            self._order = BackwardOrder([p for p in engine.module.parameters() if p.requires_grad])
-            weakref.finalize(self, self._order.remove)
-
-    def _check_sync(self, sync: str) -> None:
-        each = self._stage >= 2
-        if sync == ("hold" if each else "every"):
-            why = (
-                "partitions the gradients by reducing them in every backward"
-                if each
-                else "reduces once per window and keeps whole gradients until then"
-            )
-            raise OptionError(
-                f"sync={sync!r} with ZeRO {self._stage}: it {why}; leave it out, or use "
-                f"ZeRO {'1' if each else '2'}"
-            )
 
     def optimizer(self, optimizer: Any) -> EngineOptimizer:
         engine = self._engine
@@ -154,8 +111,6 @@ class DeepSpeed(ReducesInLastBackward):
 
     def begin(self, parameters: Parameters) -> None:
         super().begin(parameters)
-        if self._order is not None:
-            self._order.value, self._order.reached = 0, {}
         if self._failed:
             raise WindowError(
                 "a backward of this DeepSpeed engine failed half way, and its buckets still hold "
@@ -169,8 +124,6 @@ class DeepSpeed(ReducesInLastBackward):
 
     @contextmanager
     def backward(self, parameters: Parameters, *, last: bool) -> Iterator[None]:
-        if self._order is not None:
-            self._order.backward += 1
         if last and self._stage == 1:
             # Buckets are filled with the gradients that are there: they must be the same ones
             # on all ranks, also where one rank has not used a parameter.
@@ -196,7 +149,6 @@ class DeepSpeed(ReducesInLastBackward):
     def holders(self, groups: Sequence[Sequence[nn.Parameter]]) -> Sequence[Sequence[Any]]:
         if self._stage == 0:
             return groups
-        self._check_order()
         optimizer = self._engine.optimizer
         slices: list[list[Any]] = [[] for _ in groups]  # of this rank, as holders of a gradient
         gradients = dict(optimizer.averaged_gradients)
@@ -212,23 +164,6 @@ class DeepSpeed(ReducesInLastBackward):
         names = {3: "fp32_partitioned_groups_flat"}
         name = names.get(self._stage, "single_partition_of_fp32_groups")
         return list(getattr(self._engine.optimizer, name))
-
-    def _check_order(self) -> None:
-        if self._order is None:
-            return
-        if not self.group.all_have(self._order.value):
-            raise UnsupportedError(
-                "the backwards of this window reached different parameters, or another order of "
-                f"them, on other ranks: ZeRO {self._stage} would add gradients of different "
-                "parameters. Nothing was updated; use the same layers on all ranks, or use ZeRO 1"
-            )
-        last = self._order.backward
-        if self._offloads and min(self._order.reached.values(), default=last) < last:
-            raise UnsupportedError(
-                "the last backward of this window did not reach all parameters that earlier ones "
-                f"reached: with ZeRO {self._stage} and offload_optimizer, DeepSpeed uses only the "
-                "gradients of those it reached. Nothing was updated; use ZeRO 1"
-            )
 
     def norm(self, gradients: Sequence[Tensor]) -> Tensor:
         if self._stage == 0:

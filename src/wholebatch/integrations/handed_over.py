@@ -19,7 +19,7 @@ from wholebatch.accumulator import Accumulator
 from wholebatch.errors import UnsupportedError, WindowError
 from wholebatch.options import Close, close_with_only
 from wholebatch.window.close import Handover
-from wholebatch.window.observer import Nobody
+from wholebatch.window.observer import Observer
 from wholebatch.window.precision import LossScale
 from wholebatch.window.window import Step
 
@@ -133,7 +133,7 @@ class HandedOver(Accumulator):
             self._step_hooks.pop().remove()
         self._ledger.hooks.give_back()
         self._functions.clear()  # graphs leave the device's memory
-        self._ledger.observer = Nobody()
+        self._ledger.observer = Observer()
         for policy in self._batchnorms:
             policy.detach()
         for model in self._ledger.target.models:
@@ -157,14 +157,18 @@ def samples_of_last_batches(accelerator: Any) -> tuple[int, int] | None:
 
     None where Accelerate repeats no samples to make the ranks equal.
     """
-    if accelerator.num_processes == 1:
+    ranks, state = accelerator.num_processes, accelerator.gradient_state
+    loader = state.active_dataloader
+    if ranks == 1:
         return None
-    batches: Any = getattr(accelerator.gradient_state.active_dataloader, "batch_sampler", None)
+    if hasattr(loader, "slice_fn"):  # the first rank reads for all; it is known at the end
+        left = state.remainder if state.end_of_dataloader else 0
+        return (-(-left // ranks), left) if left % ranks else None
+    batches: Any = getattr(loader, "batch_sampler", None)
     while hasattr(batches, "skip_batches"):  # of a resumed epoch
         batches = batches.batch_sampler
     if not getattr(batches, "even_batches", False) or batches.drop_last or not batches.batch_size:
         return None
-    ranks = batches.num_processes
     size = batches.batch_size // ranks if batches.split_batches else batches.batch_size
     left = len(batches.batch_sampler.sampler) % (size * ranks)
     return (size, left) if left else None

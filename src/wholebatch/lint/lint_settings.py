@@ -34,8 +34,8 @@ class Settings:
         for code in (*self.select, *self.ignore):
             if not any(k.startswith(code) for k in known):
                 raise OptionError(
-                    f"{code}: names no rule; codes are {RULES[0].code} to {RULES[-1].code}, "
-                    "or a prefix such as WB1"
+                    f"{code}: names no rule (--select, --ignore); codes are {RULES[0].code} to "
+                    f"{RULES[-1].code}, or a prefix such as WB1"
                 )
 
     def wants(self, code: str) -> bool:

@@ -13,12 +13,12 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
-from typing import Any, ClassVar
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from wholebatch.errors import OptionError, UnsupportedError
@@ -87,14 +87,11 @@ def _is_stack(module: nn.Module) -> bool:
     return False
 
 
-def with_checkpoints(
-    model: nn.Module, blocks: Iterable[str] | None = None, *, inputs_on_host: bool = False
-) -> list[str]:
+def with_checkpoints(model: nn.Module, blocks: Iterable[str] | None = None) -> list[str]:
     """Checkpoint these blocks (default: all repeated ones) and return their names.
 
-    With `inputs_on_host` their inputs are kept in host memory until the backward. Names, parameters
-    and `state_dict` do not change; `checkpointed` undoes it. A block that is already checkpointed
-    is left alone.
+    Names, parameters and `state_dict` do not change; `checkpointed` undoes it. A block that is
+    already checkpointed is left alone.
     """
     names = repeated_blocks(model) if blocks is None else list(blocks)
     if not names:
@@ -111,18 +108,17 @@ def with_checkpoints(
         if not is_checkpointed(modules[name]):
             # Make a subclass, as FSDP2 does. It is copied, moved and saved like the original; a
             # replaced `forward` would keep a reference to the original.
-            modules[name].__class__ = _checkpointed(type(modules[name]), inputs_on_host)
+            kind: Any = type(modules[name])
+            modules[name].__class__ = _checkpointed(kind)
     return names
 
 
 @contextmanager
-def checkpointed(
-    model: nn.Module, blocks: Iterable[str] | None = None, *, inputs_on_host: bool = False
-) -> Iterator[list[str]]:
+def checkpointed(model: nn.Module, blocks: Iterable[str] | None = None) -> Iterator[list[str]]:
     """Apply `with_checkpoints` within this context."""
     before = {id(module) for module in model.modules() if is_checkpointed(module)}
     try:
-        yield with_checkpoints(model, blocks, inputs_on_host=inputs_on_host)
+        yield with_checkpoints(model, blocks)
     finally:
         for module in model.modules():
             if is_checkpointed(module) and id(module) not in before:
@@ -137,8 +133,6 @@ def is_checkpointed(module: nn.Module) -> bool:
 class _Checkpointed(nn.Module):
     """The mixin that checkpoints the calls of a block."""
 
-    _inputs_on_host: ClassVar[bool] = False
-
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not (self.training and torch.is_grad_enabled()):
             return super().__call__(*args, **kwargs)
@@ -151,32 +145,12 @@ class _Checkpointed(nn.Module):
             with _buffers_kept(self):
                 return forward(*args, **kwargs)
 
-        # Within its forward, the checkpoint saves nothing: these hooks see the inputs alone.
-        on_host = saved_tensors_hooks(_to_host, _from_host)
-        with on_host if self._inputs_on_host else nullcontext():
-            return checkpoint(once_or_again, *args, use_reentrant=False, **kwargs)
+        return checkpoint(once_or_again, *args, use_reentrant=False, **kwargs)
 
 
-def _to_host(tensor: Tensor) -> tuple[torch.device, Tensor]:
-    """Return a copy in host memory that keeps the memory format; the device is not waited for."""
-    copy = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
-    return tensor.device, copy.copy_(tensor, non_blocking=True)
-
-
-def _from_host(packed: tuple[torch.device, Tensor]) -> Tensor:
-    device, copy = packed
-    return copy.to(device, non_blocking=True)
-
-
-_CLASSES: dict[tuple[type[nn.Module], bool], type[nn.Module]] = {}
-
-
-def _checkpointed(kind: type[nn.Module], inputs_on_host: bool) -> type[nn.Module]:
-    key = (kind, inputs_on_host)
-    if key not in _CLASSES:
-        options = {"_inputs_on_host": inputs_on_host}
-        _CLASSES[key] = type(f"Checkpointed{kind.__name__}", (_Checkpointed, kind), options)
-    return _CLASSES[key]
+@cache
+def _checkpointed(kind: type[nn.Module]) -> type[nn.Module]:
+    return type(f"Checkpointed{kind.__name__}", (_Checkpointed, kind), {})
 
 
 def _class_of(module: nn.Module) -> type[nn.Module]:

@@ -88,13 +88,11 @@ def sharing_processes(device: torch.device | str, ranks: int) -> int:
 
 
 def device_memory(device: torch.device | str = "cpu") -> int:
-    """Return the total memory of a device; on the CPU, as much as this process may use."""
+    """Return the total memory of a device."""
     device = torch.device(device)
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
-    installed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limit = _control_group("memory.max")
-    return installed if limit is None else min(installed, limit)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def device_name(device: torch.device | str) -> str:
@@ -115,14 +113,6 @@ def free_memory(device: torch.device | str = "cpu") -> int:
         # Respect torch.cuda.set_per_process_memory_fraction, if this torch can report it.
         share = getattr(torch.cuda, "get_per_process_memory_fraction", lambda _: 1.0)(device)
         return min(room, max(0, int(share * device_memory(device)) - own))
-    available = _available()
-    limit, used = _control_group("memory.max"), _control_group("memory.current")
-    if limit is not None and used is not None:
-        available = min(available, max(0, limit - used))
-    return available
-
-
-def _available() -> int:
     try:
         for line in Path("/proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):
@@ -132,10 +122,8 @@ def _available() -> int:
     return device_memory("cpu")
 
 
-def _control_group(name: str) -> int | None:
-    """Return a memory value of the container's control group, or None if there is none."""
-    try:
-        text = Path("/sys/fs/cgroup", name).read_text().strip()
-    except OSError:
-        return None
-    return int(text) if text.isdigit() else None
+def limit_allocator(budget: int | None, device: torch.device) -> None:
+    """Let CUDA's allocator refuse more than a budget, for this process, from now on."""
+    if budget is not None and device.type == "cuda":
+        total = torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, budget / total), device)

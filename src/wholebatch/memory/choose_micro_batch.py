@@ -1,10 +1,9 @@
 """The largest micro-batch that fits a budget.
 
-On CUDA `micro_batch="auto"` measures real steps of 1, 2, 4, … samples; on a CPU, where nothing
-would refuse memory, it predicts them (`choose_micro_batch`). The peak over the size is the largest
-of several straight lines (a small micro-batch is bound by the gradients, a larger one by
-activations), so it is convex, and the line through the last two sizes tells where it passes the
-budget.
+On CUDA `micro_batch="auto"` measures real steps of 1, 2, 4, … samples; a plan predicts them. The
+peak over the size is the largest of several straight lines (a small micro-batch is bound by the
+gradients, a larger one by activations), so it is convex, and the line through the last two sizes
+tells where it passes the budget.
 """
 
 from __future__ import annotations
@@ -36,16 +35,17 @@ class Choice:
     """The sizes that did not fit."""
     is_whole_batch: bool = False
 
-    def summary(self, *, measured: bool = True) -> str:
-        """Return the choice and its reason in two lines; the peaks were measured, or predicted."""
+    def summary(self) -> str:
+        """Return the choice and its reason in two lines."""
         above = min((size for size in self.failed if size > self.micro_batch), default=None)
         why = "more samples would pass the budget"
         if above is not None or self.is_whole_batch:
             why = "the whole batch fits" if above is None else f"{above} samples do not fit"
         peak = bytes_said(self.measured[self.micro_batch])
-        how = f"measured peak {peak}, in a step whose effects were undone"
-        how = how if measured else f"predicted peak {peak}; nothing on a CPU enforces a budget"
-        return f"micro-batch {self.micro_batch}: {why} (budget {bytes_said(self.budget)})\n{how}"
+        return (
+            f"micro-batch {self.micro_batch}: {why} (budget {bytes_said(self.budget)})\n"
+            f"measured peak {peak}, in a step whose effects were undone"
+        )
 
 
 def choose_micro_batch(

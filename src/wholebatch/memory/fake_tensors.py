@@ -1,8 +1,7 @@
 """A model, an optimizer and a batch of fake tensors, for predictions.
 
 Fake tensors have a shape, a dtype, strides and a device, and operations on them compute only
-those. The real model is read (its shapes), never written. Where torch's shape functions differ from
-the real kernels, this module makes them agree.
+those. The real model is read (its shapes), never written.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ import copy
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from functools import cache
 from typing import Any
 
 import torch
@@ -152,21 +150,7 @@ def fake_optimizer(
     return fake
 
 
-# Kernels
-
-_aten = torch.ops.aten
-
-_WEIGHT_OF = {
-    _aten.native_batch_norm.default: 1,
-    _aten._native_batch_norm_legit.default: 1,
-    _aten._native_batch_norm_legit.no_stats: 1,
-    _aten.native_group_norm.default: 1,
-    _aten.native_layer_norm.default: 2,
-}
-"""The place of the weight in the arguments of normalisations, which save statistics."""
-
-
-def _grouped_mm(
+def grouped_mm(
     a: torch.Tensor,
     b: torch.Tensor,
     offs: torch.Tensor | None = None,
@@ -184,36 +168,6 @@ def _grouped_mm(
     return torch.empty(shape, dtype=out_dtype or a.dtype, device=a.device)
 
 
-def _rand(size: Any, **options: Any) -> torch.Tensor:
-    """Return 1 for a single random number: with LayerDrop, no layer is then left out."""
-    return torch.rand(size, **options) if size else torch.tensor(1.0)
-
-
-_INSTEAD: dict[Any, Callable[..., Any]] = {_aten.rand.default: _rand}
-if hasattr(_aten, "_grouped_mm"):
-    _INSTEAD[_aten._grouped_mm.default] = _grouped_mm
-
-
-@cache
-def _writes_lists(func: Any) -> bool:
-    """True for an optimizer's operation in place over lists of tensors: it allocates nothing."""
-    name: str = func.name().partition(".")[0]
-    return name.startswith("aten::_foreach_") and name.endswith("_")
-
-
-def run_fake(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Run `func` on fake tensors, and return results as large as its kernel's."""
-    if _writes_lists(func):
-        return None
-    result = _INSTEAD.get(func, func)(*args, **kwargs)
-    place = _WEIGHT_OF.get(func)
-    if place is not None and args[place] is not None and args[place].dtype != args[0].dtype:
-        # With 16-bit input and fp32 weights, the statistics are saved in the weights' dtype.
-        output, *saved = result
-        return (output, *(tensor.to(args[place].dtype) for tensor in saved))
-    return result
-
-
 def as_on_cuda() -> AbstractContextManager[None]:
     """Make dropout need as much memory on a CPU as CUDA's fused kernels do.
 
@@ -224,12 +178,16 @@ def as_on_cuda() -> AbstractContextManager[None]:
     """
     attention, dropout = functional.scaled_dot_product_attention, functional.dropout
 
-    def attended(*args: Any, **kwargs: Any) -> Any:
-        if "dropout_p" in kwargs and _attends_in_one_kernel():
-            kwargs["dropout_p"] = 0.0
-        elif len(args) > _DROPOUT_P and _attends_in_one_kernel():
-            args = (*args[:_DROPOUT_P], 0.0, *args[_DROPOUT_P + 1 :])
-        return attention(*args, **kwargs)
+    def attended(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        *more: Any,
+        **options: Any,
+    ) -> torch.Tensor:
+        return attention(query, key, value, attn_mask, 0.0, *more, **options)
 
     def dropped(
         input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
@@ -239,13 +197,3 @@ def as_on_cuda() -> AbstractContextManager[None]:
         return torch.native_dropout(input, p, train=True)[0]
 
     return replaced_attributes(functional, scaled_dot_product_attention=attended, dropout=dropped)
-
-
-_DROPOUT_P = 4  # The place of dropout_p in the arguments of attention.
-
-
-def _attends_in_one_kernel() -> bool:
-    """True if a fused kernel may be chosen: `sdpa_kernel(SDPBackend.MATH)` forbids them all."""
-    return bool(
-        torch.backends.cuda.flash_sdp_enabled() or torch.backends.cuda.mem_efficient_sdp_enabled()
-    )

@@ -1,24 +1,22 @@
-"""A model sharded by FSDP2 as on one of several ranks, without the other ranks.
+"""The memory of one rank of a model sharded by FSDP2, from that of the whole model, by arithmetic.
 
-`fully_shard` runs on fake tensors like any other code, on torch's fake process group, which sends
-nothing. So the memory that one rank holds, gathers and frees is counted where it happens.
+FSDP2 keeps a slice of each parameter, gathers a group (a block, or the rest) before it computes
+with it, and scatters the sum of its gradients. Beside FSDP2 on torch's fake process group, peaks of
+GPTs and a Llama over 2 to 8 ranks are at most 7% too large and 3% too small.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal, TypeAlias
 
-import torch
-import torch.distributed as dist
 from torch import nn
 
-from wholebatch.errors import OptionError, UnsupportedError
+from wholebatch.errors import OptionError
 from wholebatch.memory.activation_checkpointing import repeated_blocks
 
-SYNCS: tuple[Literal["gathered", "hold", "every"], ...] = ("gathered", "hold", "every")
+Sync: TypeAlias = Literal["gathered", "hold", "every"]
+SYNCS: tuple[Sync, ...] = ("gathered", "hold", "every")
 
 
 @dataclass(frozen=True)
@@ -26,7 +24,7 @@ class Sharding:
     """FSDP2 over this many ranks: each repeated block, then the rest."""
 
     ranks: int
-    sync: Literal["gathered", "hold", "every"] = "hold"
+    sync: Sync = "hold"
     """The time to reduce gradients: once per window ("hold"), or after "every" micro-batch.
 
     "hold" keeps whole gradients until then; "every" keeps slices. "gathered" keeps whole parameters
@@ -40,9 +38,40 @@ class Sharding:
             raise OptionError(f'sync={self.sync!r}: must be "gathered", "hold" or "every"')
 
 
-def choose_sync(
-    model: nn.Module, *, ranks: int, budget: int
-) -> Literal["gathered", "hold", "every"]:
+def of_one_rank(
+    adding: dict[str, int], update: dict[str, int], model: nn.Module, sharding: Sharding
+) -> tuple[dict[str, int], dict[str, int]]:
+    """Return what the peaks of a window's two halves become, by category.
+
+    `adding` is that of the forwards and backwards, `update` that of the optimizer's step.
+    """
+    adding, update, ranks = dict(adding), dict(update), sharding.ranks
+    weights = sum(p.nbytes for p in model.parameters())
+    blocks = [model.get_submodule(name) for name in repeated_blocks(model)]
+    sizes = sorted(sum(p.nbytes for p in block.parameters()) for block in blocks)
+    rest = weights - sum(sizes)
+    for part in (adding, update):
+        part["optimizer state"] //= ranks
+    update["temporaries"] //= ranks
+    if sharding.sync == "gathered":
+        adding["parameters"] += weights // ranks
+        update["parameters"] += weights // ranks
+        update["gradients"] += update["gradients"] // ranks
+        # The gradients of two groups at a time are copied to be reduced.
+        update["communication"] += sum(sorted([*sizes, rest])[-2:])
+        return adding, update
+    # The rest stays gathered from the first forward to the last backward, beside one block.
+    adding["parameters"] = weights // ranks + rest + sum(sizes[-1:])
+    update["parameters"] = weights // ranks
+    update["gradients"] //= ranks
+    if sharding.sync == "every":
+        adding["gradients"] //= ranks
+    # Gradients of a block wait to be reduced, beside those of the next one if all are slices.
+    adding["communication"] += sum(sizes[-2:] if sharding.sync == "every" else sizes[-1:])
+    return adding, update
+
+
+def choose_sync(model: nn.Module, *, ranks: int, budget: int) -> Sync:
     """Return the choice of `sync="auto"`: the first that fills at most half of the free memory.
 
     >>> [choose_sync(nn.Linear(100, 100), ranks=4, budget=n << 10) for n in (256, 128, 64)]
@@ -68,51 +97,3 @@ def wire_bytes(model: nn.Module, sharding: Sharding, micro_batches: int) -> int:
     reductions = micro_batches if sharding.sync == "every" else 1
     sent = gathers * weights + reductions * gradients
     return sent * (sharding.ranks - 1) // sharding.ranks
-
-
-@contextmanager
-def pretended_ranks(ranks: int) -> Iterator[None]:
-    """Create a fake process group of this many ranks, or reuse one that exists."""
-    if dist.is_available() and dist.is_initialized():
-        if dist.get_backend() != "fake" or dist.get_world_size() != ranks:
-            raise UnsupportedError(
-                f"the memory of {ranks} ranks cannot be predicted in a process that is itself one "
-                f"of {dist.get_world_size()} ranks: predict before init_process_group()"
-            )
-        yield
-        return
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
-def shard(
-    model: nn.Module,
-    mode: Any,
-    parameters: Mapping[int, nn.Parameter],
-    *,
-    ranks: int,
-    device: torch.device,
-) -> dict[int, nn.Parameter]:
-    """Shard a model of fake tensors in place; return its parameters by the same ids as before."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    from wholebatch.distributed.fsdp import check_dtypes
-
-    check_dtypes(model)
-    names = {id(p): name for name, p in model.named_parameters()}
-    mesh = init_device_mesh(device.type, (ranks,))
-    with mode:
-        for name in repeated_blocks(model):
-            fully_shard(model.get_submodule(name), mesh=mesh)
-        fully_shard(model, mesh=mesh)
-    return {
-        original: model.get_parameter(names[id(fake)])
-        for original, fake in parameters.items()
-        if id(fake) in names
-    }

@@ -91,13 +91,11 @@ class MemoryMeter(TorchDispatchMode):
         self._device_type = _device_type(model, device)
         self._granule = granule
         self._clock = 0
-        self._live: dict[int, _Record] = {}  # By `storage_id`, the oldest first.
+        self._live: dict[int, _Record] = {}  # By id, the oldest first.
         self._peak_at = 0
         # Alive at the peak and freed since. The category of a storage may become known late, so the
         # peak is kept as the records that were alive then, not as numbers by category.
         self._dead_since_peak: list[_Record] = []
-        self._resizable: dict[int, torch.UntypedStorage] = {}
-        self._filled: dict[int, torch.UntypedStorage] = {}  # Those that are not empty now.
         self._in_backward = False
         self._forward_began = 0
         self._recompute_began: int | None = None
@@ -157,7 +155,6 @@ class MemoryMeter(TorchDispatchMode):
         if kwargs:
             self._see(kwargs.values(), "inputs")
         result = self._call(func, args, kwargs)
-        self._see_emptied()
         self._see((result,), "temporaries")
         return result
 
@@ -181,7 +178,7 @@ class MemoryMeter(TorchDispatchMode):
 
     def _see_storage(self, storage: torch.UntypedStorage, category: str) -> _Record:
         """Return the record of a storage; a new storage gets this category."""
-        key = storage_id(storage)
+        key = id(storage)  # torch keeps one Python object for each storage as long as it is alive
         record = self._live.get(key)
         if record is not None:
             if record.nbytes == self._rounded(storage.nbytes()):
@@ -195,8 +192,6 @@ class MemoryMeter(TorchDispatchMode):
         reference.key, reference.record = key, record
         record.ref = reference
         self._live[key] = record
-        if key in self._resizable and record.nbytes:
-            self._filled[key] = storage
         self.largest = max(self.largest, record.nbytes)
         self.current += record.nbytes
         if self.current > self.peak:
@@ -219,25 +214,6 @@ class MemoryMeter(TorchDispatchMode):
 
     def _rounded(self, nbytes: int) -> int:
         return -(-nbytes // self._granule) * self._granule
-
-    def watch_resized(self) -> None:
-        """Watch the storages that have been resized since they were first seen.
-
-        FSDP2 empties its gathered parameters by resizing their storages, which is no operation that
-        a dispatch mode sees. They count as parameters from now on.
-        """
-        for key, record in list(self._live.items()):
-            storage = None if record.ref is None else record.ref()
-            if storage is not None and self._rounded(storage.nbytes()) != record.nbytes:
-                self._resizable[key] = storage
-                self._see_storage(storage, record.category).category = "parameters"
-
-    def _see_emptied(self) -> None:
-        """Update the sizes of watched storages that were not empty when last seen."""
-        for key, storage in list(self._filled.items()):
-            self._see_storage(storage, "parameters")
-            if not storage.nbytes():
-                del self._filled[key]
 
     # Categories
 
@@ -321,14 +297,6 @@ def _by_category(records: list[_Record]) -> dict[str, int]:
     return totals
 
 
-def storage_id(storage: torch.UntypedStorage) -> int:
-    """Return a number that identifies a storage as long as it is alive.
-
-    torch keeps one Python object for each storage, also while only a graph holds the storage.
-    """
-    return id(storage)
-
-
 def storages_of(tensor: torch.Tensor) -> list[torch.UntypedStorage]:
     """Return the storages of a tensor: one if it is plain, several if sparse or wrapped."""
     parts = _parts_of(tensor)
@@ -349,8 +317,4 @@ def _parts_of(tensor: torch.Tensor) -> list[torch.Tensor] | None:
         return None
     if layout is torch.sparse_coo:
         return [tensor._indices(), tensor._values()]
-    if layout in (torch.sparse_csr, torch.sparse_bsr):
-        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
-    if layout in (torch.sparse_csc, torch.sparse_bsc):
-        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
-    return []  # An opaque layout (MKL-DNN): Python cannot reach its bytes.
+    return []  # Another layout: its bytes are not counted.

@@ -1,15 +1,13 @@
-"""What fits a device: the micro-batch that "auto" takes, the setting of an undivided batch.
+"""The micro-batch that "auto" takes: the largest of which a real step fits the device.
 
-On CUDA real steps run, and their effects are undone. On a CPU, where nothing would refuse memory,
-the steps are predicted, and only if a budget was given.
+On a CPU, where nothing refuses memory, the batch is not split.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,13 +17,11 @@ from torch.distributed.tensor import DTensor
 
 from wholebatch.batch import batch_size_of
 from wholebatch.distributed import Sync
-from wholebatch.errors import OptionError, RankError, UnsupportedError
-from wholebatch.memory.budget import Budget, parse_memory, sharing_processes
+from wholebatch.errors import OptionError, RankError
+from wholebatch.memory.budget import Budget, limit_allocator, parse_memory
 from wholebatch.memory.choose_micro_batch import choose_micro_batch, resize_batch
-from wholebatch.memory.out_of_memory import limit_allocator
-from wholebatch.memory.predict import simulating, state_bytes
-from wholebatch.memory.trial_step import held_bytes, measure_step, trial_peak
-from wholebatch.memory.undivided_batch import UndividedBatch
+from wholebatch.memory.predict import state_bytes
+from wholebatch.memory.trial_step import held_bytes, trial_peak
 from wholebatch.readable_sizes import bytes_said
 
 _log = logging.getLogger("wholebatch")
@@ -49,14 +45,16 @@ class MicroBatchChoice:
     def __post_init__(self) -> None:
         self.device = next(self.model.parameters()).device
         self.budget = None if self.memory is None else self._bytes(self.memory)
+        if self.budget is not None and self.device.type == "cpu":
+            _log.warning(
+                "memory=%r changes nothing: the model is on a CPU, where nothing refuses memory; "
+                "give micro_batch= as a number (wholebatch plan predicts what it takes)",
+                self.memory,
+            )
 
     def _bytes(self, memory: Budget) -> int:
-        return parse_memory(
-            memory,
-            device=self.device,
-            held=held_bytes(self.model, self.optimizer),
-            processes=sharing_processes(self.device, self.sync.ranks),
-        )
+        held = held_bytes(self.model, self.optimizer)
+        return parse_memory(memory, device=self.device, held=held)
 
     def __call__(self, batches: Sequence[Any]) -> int:
         """Return how many samples a micro-batch may have, by the largest of these batches."""
@@ -86,50 +84,11 @@ class MicroBatchChoice:
         return -self.sync.group.largest_number(-number)
 
     def _choose(self, batch: Any, samples: int) -> int:
-        """Return the largest size of which a step fits."""
-        on_cuda = self.device.type == "cuda"
-        if self.budget is None and not on_cuda:
+        """Return the largest size of which a step fits, measured by steps that are undone."""
+        if self.device.type != "cuda":
             return samples
-        budget = self.budget or self._bytes("free")
-        with self._measured(batch, samples, budget) if on_cuda else self._predicted(batch) as peak:
-            choice = choose_micro_batch(peak, budget=budget, most=samples)
-        if choice is None:
-            raise OptionError(
-                f"memory={bytes_said(budget)}: a micro-batch of one sample does not fit; "
-                f"{self.ways}"
-            )
-        self.said = choice.summary(measured=on_cuda)
-        _log.info("%s", self.said)
-        return choice.micro_batch
-
-    @property
-    def ways(self) -> str:
-        """What makes a micro-batch of one sample smaller."""
-        is_sharded = any(isinstance(p, DTensor) for p in self.model.parameters())
-        sharding = "more devices" if is_sharded else "a sharded model"
-        return (
-            'use precision="bf16", checkpointing (wholebatch.memory.with_checkpoints), on a GPU '
-            'also wb.Memory(optimizer_state="host"), shorter samples, a larger device or '
-            f"{sharding}; wholebatch plan tells what each of them takes"
-        )
-
-    @contextmanager
-    def _predicted(self, batch: Any) -> Iterator[Callable[[int], int | None]]:
-        """Yield a function that predicts the peak of a size."""
-        with simulating(self.model, self.loss, optimizer=self.optimizer) as simulation:
-
-            def peak(size: int) -> int:
-                micro = resize_batch(batch, size, static=self.layout["static"])
-                return simulation.predict(micro, precision=self.precision).peak
-
-            yield peak
-
-    @contextmanager
-    def _measured(
-        self, batch: Any, samples: int, budget: int
-    ) -> Iterator[Callable[[int], int | None]]:
-        """Yield a function that measures the peak of a size, by steps whose effects are undone."""
         limit_allocator(self.budget, self.device)  # from here on, for the trial steps too
+        budget = self.budget or self._bytes("free")
         static, missing = self.layout["static"], self._missing_state()
 
         def peak(size: int) -> int | None:
@@ -147,7 +106,26 @@ class MicroBatchChoice:
                 missing_state=missing,
             )
 
-        yield peak
+        choice = choose_micro_batch(peak, budget=budget, most=samples)
+        if choice is None:
+            raise OptionError(
+                f"memory={bytes_said(budget)}: a micro-batch of one sample does not fit; "
+                f"{self.ways}"
+            )
+        self.said = choice.summary()
+        _log.info("%s", self.said)
+        return choice.micro_batch
+
+    @property
+    def ways(self) -> str:
+        """What makes a micro-batch of one sample smaller."""
+        is_sharded = any(isinstance(p, DTensor) for p in self.model.parameters())
+        sharding = "more devices" if is_sharded else "a sharded model"
+        return (
+            'use precision="bf16", checkpointing (wholebatch.memory.with_checkpoints), on a GPU '
+            'also wb.Memory(optimizer_state="host"), shorter samples, a larger device or '
+            f"{sharding}; wholebatch plan tells what each of them takes"
+        )
 
     def _missing_state(self) -> int:
         """Return the bytes of optimizer state that the first update will create on the device."""
@@ -159,40 +137,3 @@ class MicroBatchChoice:
         except Exception:  # An optimizer may do anything. Most have at most two moments.
             weights = sum(p.nbytes for p in self.model.parameters() if p.requires_grad)
             return max(0, 2 * weights - there)
-
-    # ------------------------------------------------------- a batch that must not be split
-
-    def find_setting(self, undivided: UndividedBatch, whole: Any) -> None:
-        """Find the first setting in which the batch fits, on all ranks."""
-        on_cpu = self.device.type == "cpu"
-        # On CUDA one rank alone begins its window again in the next setting, when it must.
-        if self.budget is None if on_cpu else self.sync.ranks == 1:
-            return
-        limit_allocator(self.budget, self.device)
-        while True:
-            failure = self._failure_of(undivided, whole)
-            if failure is None or undivided.place + 1 == len(undivided.settings):
-                break
-            undivided.save_memory(failure)
-        undivided.place = int(self.sync.group.largest_number(undivided.place))
-        if self.sync.group.sum([float(failure is not None)])[0]:
-            undivided.place = len(undivided.settings) - 1
-            undivided.save_memory(failure or "on another rank")
-
-    def _failure_of(self, undivided: UndividedBatch, whole: Any) -> str | None:
-        """Return why a step in the present setting does not fit; None if it does."""
-        if self.device.type == "cpu":
-            how: dict[str, Any] = {"precision": self.precision, "micro_batches": 1}
-            try:
-                with simulating(self.model, self.loss, optimizer=self.optimizer) as simulation:
-                    peak = simulation.predict(whole, checkpoints=undivided.place > 0, **how).peak
-            except UnsupportedError:  # the loss reads values: the batch runs as it is
-                return None
-            budget = self.budget or 0
-            return None if peak <= budget else f"{bytes_said(peak)} of {bytes_said(budget)}"
-        try:
-            with undivided.running():
-                measure_step(self.model, self.loss, [whole], precision=self.precision)
-        except torch.OutOfMemoryError as error:
-            return str(error).split("\n")[0]
-        return None

@@ -1,10 +1,19 @@
-"""Windows that fit: split the batch, choose the size, begin again if memory runs out."""
+"""Windows that fit: split the batch, choose the size, begin again if memory runs out.
+
+A forward or backward that fails half way has added some gradients, changed BatchNorm's running
+statistics and advanced the random generators. Continuing from there would be wrong. So all of this
+is restored, the batch is split into smaller micro-batches, and the window starts again. The result
+is bit for bit that of a window with this split from the start.
+
+Only the typed `torch.OutOfMemoryError` counts, never the text of a message. The optimizer step is
+not retried: once parameters change, the old state is lost.
+"""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,16 +24,18 @@ from torch.nn.parallel import DistributedDataParallel
 from wholebatch.batch import Batches, Tokens
 from wholebatch.distributed import Sync
 from wholebatch.errors import OptionError, RankError, UnsupportedError
-from wholebatch.memory.budget import Budget
+from wholebatch.memory.budget import Budget, limit_allocator
+from wholebatch.memory.meter import free_caches
 from wholebatch.memory.micro_batch_choice import MicroBatchChoice
-from wholebatch.memory.out_of_memory import Attempt, Recovery, limit_allocator
 from wholebatch.memory.undivided_batch import UndividedBatch
 from wholebatch.memory.window_split import WindowSplit
-from wholebatch.window.precision import LossScale
+from wholebatch.window.forward_state import ForwardState
 
 _log = logging.getLogger("wholebatch")
 _STEPS_BACK = 7 / 8
 """The share of a size that is tried next if a step of that size was measured to fit."""
+_MOST = 64
+"""Attempts at one window: each has smaller micro-batches, or a setting that needs less memory."""
 
 
 @dataclass(frozen=True)
@@ -35,11 +46,43 @@ class Recovered:
     into: int
 
 
-class Fitting:
-    """The windows of a `WholeBatch`: split by `sizes`, chosen by `choice`, and recovered here.
+class Attempt:
+    """One attempt at a window: running out of memory ends it, and nothing else.
 
-    A window that runs out of memory begins again with smaller micro-batches.
+    Any other error leaves as it came, after buffers and random state are put back. Without the
+    state `before` it, it is the only attempt, and running out of memory leaves as well.
     """
+
+    def __init__(
+        self,
+        micros: Sequence[Any],
+        inside: AbstractContextManager[Any],
+        before: ForwardState | None = None,
+    ) -> None:
+        self.micros = micros
+        self.failure: str | None = None
+        """The first line of the error that ended it. The error itself is not kept: its traceback
+        holds every frame of the attempt, and those hold the tensors that must be gone."""
+        self._before, self._inside = before, inside
+
+    def __enter__(self) -> Attempt:
+        self._inside.__enter__()
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> bool:
+        self._inside.__exit__(kind, error, traceback)
+        if error is None or self._before is None:
+            return False
+        if isinstance(error, torch.OutOfMemoryError):
+            self.failure = str(error).split("\n")[0]
+            return True
+        with suppress(RuntimeError):  # of a device that has failed for good
+            self._before.restore()  # nothing of the window is left behind
+        return False
+
+
+class Fitting:
+    """The windows of a `WholeBatch`: split by `sizes`, chosen by `choice`, and recovered here."""
 
     def __init__(
         self,
@@ -51,7 +94,6 @@ class Fitting:
         memory: Budget | None,
         precision: str,
         layout: dict[str, Any],
-        scale: LossScale | None,
         sync: Sync,
         is_undivided: Callable[[], bool],
         frees_memory: Callable[[], bool],
@@ -83,7 +125,9 @@ class Fitting:
             sync.ranks == 1 or is_auto or memory is not None
         )
         self.recovered: list[Recovered] = []
-        self._recovery = Recovery(model, scale=scale)
+        # Copying Python's and NumPy's generators costs 0.1 ms, and few forwards draw from them.
+        self._model = model
+        self._draws_on_host: bool | None = None
         self._optimizer, self._sync = optimizer, sync
         self._is_undivided, self._frees_memory = is_undivided, frees_memory
         self._undivided: UndividedBatch | None = None  # once a batch must not be split
@@ -114,7 +158,6 @@ class Fitting:
                     "the batch is not split; if it does not fit, its blocks are checkpointed",
                     given,
                 )
-            self.choice.find_setting(self._undivided, whole)
         return [whole]
 
     def join(self) -> None:
@@ -125,16 +168,30 @@ class Fitting:
     def attempts(
         self, batch: Any, micros: Sequence[Any], discard: Callable[[], None]
     ) -> Iterator[Attempt]:
-        """Yield attempts at the window of this batch until one fits."""
-        before = len(self.recovered)
+        """Yield attempts at the window of this batch until one fits.
 
-        def smaller(attempt: Attempt) -> Sequence[Any]:
-            was_measured = self.said is not None and len(self.recovered) == before
-            return self._smaller(batch, attempt, _STEPS_BACK if was_measured else 1 / 2)
-
-        yield from self._recovery.attempts(
-            micros, discard=discard, smaller=smaller, inside=self.inside
-        )
+        `with attempt:` makes the forwards and backwards of `attempt.micros` and nothing after them.
+        `discard()` drops what a failed attempt has added.
+        """
+        before = ForwardState(self._model, every=self._draws_on_host is not False)
+        share = 1 / 2 if self.said is None else _STEPS_BACK
+        for _ in range(_MOST):
+            attempt = Attempt(micros, self.inside(), before)
+            yield attempt
+            if attempt.failure is None:
+                break
+            discard()
+            before.restore()
+            free_caches()  # a failed backward leaves cycles between graph and hooks
+            micros, share = self._smaller(batch, attempt, share), 1 / 2
+        else:
+            raise torch.OutOfMemoryError(
+                f"out of memory {_MOST} times in one window, the last time with {len(micros)} "
+                "micro-batches: something else is filling the memory; give a smaller micro-batch "
+                "or a smaller memory= than what is free"
+            )
+        if self._draws_on_host is None:
+            self._draws_on_host = not before.draws_same(ForwardState(), host=True)
         on_cuda = self.choice.device.type == "cuda"
         if self.sizes.given == "auto" and on_cuda and not self._optimizer.state:
             # The first update makes the optimizer's state. In the gaps of the freed activations it
@@ -178,6 +235,8 @@ class Fitting:
         failed = failure is not None
         if self._sync.ranks > 1 and self.may_begin_again():
             failed = self._sync.group.sum([float(failed)])[0] > 0
+        if failure is not None and self._undivided is not None and self._sync.ranks > 1:
+            self._undivided.save_memory(str(failure).split("\n")[0], may_change=False)
         if failure is not None:
             raise failure
         if failed:

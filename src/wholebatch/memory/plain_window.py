@@ -14,7 +14,6 @@ import torch
 
 from wholebatch.distributed.ddp import Buckets
 from wholebatch.losses.loss import as_loss, terms_of
-from wholebatch.memory.fsdp_sharding import Sharding
 from wholebatch.window import precision as precisions
 
 
@@ -29,11 +28,10 @@ class PlainWindow:
     around_update: Callable[[], AbstractContextManager[object]] = nullcontext
     reduces: bool = False
     sent: Callable[[torch.Tensor], None] = lambda flat: None
-    sharding: Sharding | None = None
 
     def __post_init__(self) -> None:
         device = next(self.model.parameters()).device
-        self._casts = precisions.choose(self.precision, device.type, keeps=self.sharding is None)
+        self._casts = precisions.choose(self.precision, device.type)
         self._window = ExitStack()
         self._sixteen_bit = precisions.SixteenBit()
 
@@ -53,29 +51,22 @@ class PlainWindow:
 
     def add(self, micro: Any, *, is_last: bool) -> None:
         """Run the forward and backward of a micro-batch."""
-        totals = self.totals(micro)
-        if self.sharding is not None:
-            model: Any = self.model  # an FSDPModule
-            model.set_requires_gradient_sync(is_last or self.sharding.sync == "every")
-        with self._reducing(self.reduces and is_last):
+        totals = self._totals(micro)
+        trained = [p for p in self.model.parameters() if p.requires_grad]
+        buckets = Buckets(trained, None, send=self.sent) if self.reduces and is_last else None
+        with buckets.reducing(overlap=True) if buckets else nullcontext():
             torch.autograd.backward(totals)
+
+    def _totals(self, micro: Any) -> list[torch.Tensor]:
+        """Run a forward; return the totals of its loss, and keep nothing else of it."""
+        with self._casts.forward():
+            result = as_loss(self.loss(self.model, micro))
+        return [term.total for term in terms_of(result).values()]
 
     def end(self) -> None:
         """Run what comes between the last backward and the optimizer's step."""
         self._window.close()
         self._sixteen_bit.round_once()
-
-    def totals(self, micro: Any) -> list[torch.Tensor]:
-        """Run a forward; return the totals of its loss."""
-        with self._casts.forward():
-            result = as_loss(self.loss(self.model, micro))
-        return [term.total for term in terms_of(result).values()]
-
-    def _reducing(self, reduces: bool) -> AbstractContextManager[None]:
-        if not reduces:
-            return nullcontext()
-        trained = [p for p in self.model.parameters() if p.requires_grad]
-        return Buckets(trained, None, send=self.sent).reducing(overlap=True)
 
     def step(self) -> None:
         """Run the optimizer's step; gradients stay."""

@@ -58,16 +58,11 @@ class Plan:
     largest: int | None
     """The largest size that fits."""
     steps: int
-    seconds: float
     sync: str | None = None
     """The time at which a sharded model reduces its gradients; None if it is not sharded."""
     checkpointing: bool = False
     undivided: int | None = None
     """The bytes that a device must have for its share of the batch in one piece."""
-    operations: int | None = None
-    """The floating-point operations of one sample, forward and backward."""
-    parameter_bytes: int = 0
-    """Those of the whole model."""
     modes: tuple[Mode, ...] = ()
     """The ways of a sharded model, with the recommended micro-batch, or with one sample."""
 
@@ -91,8 +86,7 @@ def make_plan(
     """Plan updates of `batch_size` samples over `ranks` devices with `budget` bytes each.
 
     `sharding` spreads the model over them by FSDP2, block by block. Otherwise each device holds the
-    whole model. With `beside_undivided`, the share of a device in one piece and the operations of a
-    sample are counted, too.
+    whole model. With `beside_undivided`, the share of a device in one piece is predicted, too.
     """
     _check_sizes(batch_size, ranks, budget)
     device = target_device(model, device)
@@ -100,18 +94,19 @@ def make_plan(
     shapes = shapes_of(batch)
     by_size: dict[int, Prediction] = {}
     # Data-parallel ranks all-reduce buckets of gradients during the last backward.
-    how: dict[str, Any] = {"reduces": ranks > 1 and sharding is None, "sharding": sharding}
-    with simulating(model, loss, optimizer=optimizer, device=device, **how) as simulation:
+    how: dict[str, Any] = {"reduces": ranks > 1 and sharding is None, "device": device}
+    with simulating(model, loss, optimizer=optimizer, **how) as simulation:
 
         def peak(size: int) -> int:
             """Return the bytes that a device must have for this size."""
             if size not in by_size:
-                micro = resize_batch(shapes, size, static=static)
-                steps = -(-most // size)
                 by_size[size] = simulation.predict(
-                    micro, precision=precision, micro_batches=steps, checkpoints=checkpoints
+                    resize_batch(shapes, size, static=static),
+                    precision=precision,
+                    micro_batches=-(-most // size),
+                    checkpoints=checkpoints,
                 )
-            return by_size[size].needed(device)
+            return by_size[size].sharded(model, sharding).needed(device)
 
         choice = choose_micro_batch(peak, budget=budget, most=most, growth=64)
         largest = 1 if choice is None else choice.micro_batch
@@ -120,58 +115,32 @@ def make_plan(
         if choice is not None:
             peak(even)
         undivided = peak(most) if beside_undivided else None
-        operations = simulation.operations(shapes) if beside_undivided else None
-    modes: tuple[Mode, ...] = ()
+    points = []
+    for size, whole in sorted(by_size.items()):
+        found, needed = whole.sharded(model, sharding), peak(size)
+        points.append(Point(size, found.peak, found.by_category, needed <= budget, needed))
+    modes = []
     if sharding is not None:
         size, count = (1, most) if choice is None else (even, steps)
-        modes = _modes(model, sharding, by_size[size], count, device=device, budget=budget)
+        for sync in SYNCS:
+            other = Sharding(sharding.ranks, sync)
+            found = by_size[size].sharded(model, other)
+            wire = wire_bytes(model, other, count)
+            modes.append(Mode(sync, found.peak, found.needed(device) <= budget, wire))
     return Plan(
         batch_size=batch_size,
         ranks=ranks,
         budget=budget,
         precision=precision,
-        points=tuple(
-            Point(size, prediction.peak, prediction.by_category, needed <= budget, needed)
-            for size, prediction in sorted(by_size.items())
-            for needed in [prediction.needed(device)]
-        ),
+        points=tuple(points),
         micro_batch=None if choice is None else even,
         largest=None if choice is None else largest,
         steps=0 if choice is None else steps,
-        seconds=sum(prediction.seconds for prediction in by_size.values()),
         sync=None if sharding is None else sharding.sync,
         checkpointing=checkpoints,
         undivided=undivided,
-        operations=operations,
-        parameter_bytes=sum(p.nbytes for p in model.parameters()),
-        modes=modes,
+        modes=tuple(modes),
     )
-
-
-def _modes(
-    model: torch.nn.Module,
-    sharding: Sharding,
-    known: Prediction,
-    steps: int,
-    *,
-    device: torch.device,
-    budget: int,
-) -> tuple[Mode, ...]:
-    """Return the memory and the bytes on the wire of each way, from the prediction of one.
-
-    They differ by whole gradients in place of slices, and by whole parameters beside the slices.
-    """
-    weights = sum(p.nbytes for p in model.parameters())
-    gradients = sum(p.nbytes for p in model.parameters() if p.requires_grad)
-    more = {"every": 0, "hold": gradients - gradients // sharding.ranks}
-    more["gathered"] = gradients + weights
-    room = known.needed(device) - known.peak
-    modes = []
-    for sync in SYNCS:
-        peak = known.peak + more[sync] - more[sharding.sync]
-        wire = wire_bytes(model, Sharding(sharding.ranks, sync), steps)
-        modes.append(Mode(sync, peak, peak + room <= budget, wire))
-    return tuple(modes)
 
 
 def _check_sizes(batch_size: int, ranks: int, budget: int) -> None:

@@ -11,10 +11,9 @@ the same meter that counts a real run. On the CPU the two agree to the byte.
 
 from __future__ import annotations
 
-import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,24 +25,20 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 
-from wholebatch.batch.samples import layout_of, tensors_of
+from wholebatch.batch.samples import tensors_of
+from wholebatch.distributed.fsdp import check_dtypes
 from wholebatch.errors import OptionError, UnsupportedError
-from wholebatch.memory.activation_checkpointing import (
-    blocks_to_checkpoint,
-    checkpointed,
-    repeated_blocks,
-)
+from wholebatch.memory.activation_checkpointing import blocks_to_checkpoint, checkpointed
 from wholebatch.memory.fake_tensors import (
     as_on_cuda,
     fake_batch,
     fake_mode_of,
     fake_model,
     fake_optimizer,
-    run_fake,
+    grouped_mm,
 )
-from wholebatch.memory.fsdp_sharding import Sharding, pretended_ranks, shard
+from wholebatch.memory.fsdp_sharding import Sharding, of_one_rank
 from wholebatch.memory.meter import MemoryMeter
-from wholebatch.memory.operations import operation_counter
 from wholebatch.memory.plain_window import PlainWindow
 from wholebatch.window.replaced_attributes import replaced_attributes
 
@@ -56,21 +51,32 @@ CUDA_WORKSPACES = 64 * 2**20
 _STATE = "optimizer state"
 _DEVICE_OF = torch.ops.prim.device.default
 _NUMBER_OF = torch.ops.aten._local_scalar_dense.default
+_GROUPED = torch.ops.aten._grouped_mm.default
 
 
 @dataclass(frozen=True)
 class Prediction:
     """The predicted peak of a training step in bytes, and its parts by category."""
 
-    peak: int
-    by_category: dict[str, int]
-    seconds: float
-    """The time that the prediction took."""
+    adding: dict[str, int]
+    """The bytes by category at the peak of the forwards and backwards."""
+    update: dict[str, int]
+    """Those at the peak of the optimizer's step."""
     largest: int = 0
     """The largest single allocation of the step.
 
     Free memory is fragmented, so an allocator needs room for one more of these.
     """
+
+    @property
+    def by_category(self) -> dict[str, int]:
+        """The bytes at the peak, by category."""
+        return max(self.adding, self.update, key=lambda part: sum(part.values()))
+
+    @property
+    def peak(self) -> int:
+        """The peak in bytes."""
+        return sum(self.by_category.values())
 
     def needed(self, device: torch.device) -> int:
         """Return the bytes that a device must have: the peak, and what must stay free beside it.
@@ -80,6 +86,14 @@ class Prediction:
         models of small allocations (a ViT, a ResNet) lose up to 3%.
         """
         return self.peak + (max(self.largest, self.peak // 25) if device.type == "cuda" else 0)
+
+    def sharded(self, model: torch.nn.Module, sharding: Sharding | None) -> Prediction:
+        """Return what one rank needs of a model that FSDP2 shards; by arithmetic."""
+        if sharding is None:
+            return self
+        check_dtypes(model)
+        adding, update = of_one_rank(self.adding, self.update, model, sharding)
+        return Prediction(adding, update, self.largest)
 
 
 class FakeMeter(MemoryMeter):
@@ -107,7 +121,7 @@ class FakeMeter(MemoryMeter):
     def _call(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if func is _NUMBER_OF and self._answers and isinstance(args[0], FakeTensor):
             return 1
-        return run_fake(func, args, kwargs)
+        return (grouped_mm if func is _GROUPED else func)(*args, **kwargs)
 
 
 def predict_peak(
@@ -137,8 +151,9 @@ def predict_peak(
     CPU's operations are counted with CUDA's block sizes.
     """
     how: dict[str, Any] = {"optimizer": optimizer, "device": device, "reduces": reduces}
-    with simulating(model, loss, sharding=sharding, **how) as simulation:
-        return simulation.predict(batch, precision=precision, micro_batches=micro_batches)
+    with simulating(model, loss, **how) as simulation:
+        found = simulation.predict(batch, precision=precision, micro_batches=micro_batches)
+    return found.sharded(model, sharding)
 
 
 @contextmanager
@@ -149,16 +164,11 @@ def simulating(
     optimizer: torch.optim.Optimizer | None = None,
     device: torch.device | str | None = None,
     reduces: bool = False,
-    sharding: Sharding | None = None,
 ) -> Iterator[Simulation]:
     """Copy a model to fake tensors, to predict several steps of it; see `predict_peak`."""
-    with ExitStack() as entered:
-        if sharding is not None and sharding.sync != "gathered":
-            entered.enter_context(pretended_ranks(sharding.ranks))
-        entered.enter_context(_untouched(model))
-        entered.enter_context(_quiet())
+    with _untouched(model), _quiet():
         to = target_device(model, device)
-        yield Simulation(model, loss, optimizer, device=to, reduces=reduces, sharding=sharding)
+        yield Simulation(model, loss, optimizer, device=to, reduces=reduces)
 
 
 class Simulation:
@@ -172,39 +182,21 @@ class Simulation:
         *,
         device: torch.device,
         reduces: bool,
-        sharding: Sharding | None,
     ) -> None:
-        self.device = device
-        self.is_sixteen_bit = is_sixteen_bit(model)
-        self.blocks = blocks_to_checkpoint(model)
-        """The names of the repeated blocks that are not checkpointed."""
-        self._gathered: Sharding | None = None
-        if sharding is not None and sharding.sync == "gathered":  # whole, but for the update
-            self._gathered, sharding = sharding, None
-            self._shards = sum(p.nbytes for p in model.parameters()) // self._gathered.ranks
-            groups = [model.get_submodule(name) for name in repeated_blocks(model)]
-            sizes = [sum(p.nbytes for p in group.parameters()) for group in groups]
-            rest = sum(p.nbytes for p in model.parameters()) - sum(sizes)
-            self._on_the_wire = sum(sorted([*sizes, rest])[-2:])
-        self._loss, self._reduces, self._sharding = loss, reduces, sharding
+        self.device, self._loss, self._reduces = device, loss, reduces
+        self._blocks = blocks_to_checkpoint(model)
         on_cuda = device.type == "cuda"
         self._is_missing = on_cuda and not torch.cuda.is_available()
-        self._run_on = torch.device("cpu") if self._is_missing else device
+        self._run_on = to = torch.device("cpu") if self._is_missing else device
         self._mode = mode = fake_mode_of(model)
-        self._model, parameters = fake_model(model, mode, self._run_on)
-        if sharding is not None:
-            ranks = sharding.ranks
-            parameters = shard(self._model, mode, parameters, ranks=ranks, device=self._run_on)
+        self._model, parameters = fake_model(model, mode, to)
         self._optimizer = None
         if optimizer is not None:
-            to = self._run_on
             self._optimizer = fake_optimizer(optimizer, mode, to, parameters, on_cuda=on_cuda)
-            if sharding is not None:
-                self._optimizer.state.clear()  # It is that of whole parameters.
-        self._has_gathered = self._has_state = False
+        self._has_state = False
         granule = CUDA_GRANULE if on_cuda else 1
         self._meter = FakeMeter(
-            model=self._model, optimizer=self._optimizer, device=self._run_on, granule=granule
+            model=self._model, optimizer=self._optimizer, device=to, granule=granule
         )
 
     def predict(
@@ -218,10 +210,9 @@ class Simulation:
         """Predict the peak of a step; with `checkpoints`, one whose blocks are checkpointed."""
         if micro_batches < 1:
             raise OptionError(f"micro_batches={micro_batches}: must be at least 1")
-        began = time.perf_counter()
         micro = fake_batch(self._mode, batch, self._run_on)
         on_cuda = as_on_cuda() if self._is_missing else nullcontext()
-        kept = checkpointed(self._model, self.blocks) if checkpoints else nullcontext()
+        kept = checkpointed(self._model, self._blocks) if checkpoints else nullcontext()
         with on_cuda, kept, self._mode, self._meter:
             window = PlainWindow(
                 self._model,
@@ -231,10 +222,9 @@ class Simulation:
                 around_update=self._meter.answering,
                 reduces=self._reduces,
                 sent=lambda flat: self._meter.mark("communication", [flat]),
-                sharding=self._sharding,
             )
             try:
-                parts, largest = self._run(window, micro, is_single=micro_batches == 1)
+                return self._run(window, micro, is_single=micro_batches == 1)
             except (
                 DataDependentOutputException,
                 DynamicOutputShapeException,
@@ -246,43 +236,9 @@ class Simulation:
                     "indexing by a mask), and a prediction knows shapes only; use torch.where or "
                     "masks of fixed shape, or give the micro-batch size as a number"
                 ) from error
-        if self._gathered is not None:
-            parts = self._of_gathered(*parts)
-        by_category = max(parts, key=lambda part: sum(part.values()))
-        if self.device.type == "cuda":
-            by_category["temporaries"] += CUDA_WORKSPACES
-        seconds = time.perf_counter() - began
-        return Prediction(sum(by_category.values()), by_category, seconds, largest)
 
-    def _of_gathered(self, adding: dict[str, int], update: dict[str, int]) -> list[dict[str, int]]:
-        """Return the bytes at both peaks where the update is of shards, beside what is whole.
-
-        The gradients of two groups at a time are copied to be reduced.
-        """
-        assert self._gathered is not None
-        ranks = self._gathered.ranks
-        adding, update = dict(adding), dict(update)
-        for part in (adding, update):
-            part["parameters"] += self._shards
-            part[_STATE] = part.get(_STATE, 0) // ranks
-        update["temporaries"] = update.get("temporaries", 0) // ranks
-        update["gradients"] += update["gradients"] // ranks
-        update["communication"] = update.get("communication", 0) + self._on_the_wire
-        return [adding, update]
-
-    def operations(self, batch: Any) -> int:
-        """Return the floating-point operations of one sample, forward and backward."""
-        micro = fake_batch(self._mode, batch, self._run_on)
-        with self._mode, operation_counter() as counter:
-            window = PlainWindow(self._model, self._loss, sharding=self._sharding)
-            window.add(micro, is_last=True)
-        self._model.zero_grad(set_to_none=True)
-        return int(counter.get_total_flops()) // layout_of(batch).size
-
-    def _run(
-        self, window: PlainWindow, micro: Any, *, is_single: bool
-    ) -> tuple[list[dict[str, int]], int]:
-        """Run a window; return the bytes at the peaks of its halves, and the largest allocation.
+    def _run(self, window: PlainWindow, micro: Any, *, is_single: bool) -> Prediction:
+        """Run a window, and return what was counted.
 
         Two micro-batches are enough: the third begins with what the second has found. The first
         update makes the optimizer's state, which exists beside everything from then on. So the
@@ -290,19 +246,10 @@ class Simulation:
         its update needs what a second one with the same gradients does.
         """
         meter = self._meter
-        # Slices of gradients stay as they are, so the next prediction begins with them. Others are
-        # rounded, or reduced, at the end of a window.
-        if is_single or self._sharding is None or self._sharding.sync != "every":
-            window.clear()
+        self._model.zero_grad(set_to_none=True)
+        window.clear()
         window.begin()
-        if self._sharding is not None and not self._has_gathered:
-            # The first forward creates the whole parameters, which are emptied after each use.
-            window.add(micro, is_last=is_single)
-            self._has_gathered = True
-            meter.watch_resized()
-            if is_single:
-                window.clear()
-        elif not is_single and all(p.grad is None for p in self._model.parameters()):
+        if not is_single:
             window.add(micro, is_last=False)
         meter.reset_peak()
         window.add(micro, is_last=True)
@@ -315,7 +262,11 @@ class Simulation:
             adding[_STATE] += meter.current_by_category[_STATE] - before
         meter.reset_peak()
         window.step()
-        return [adding, meter.peak_by_category], max(largest, meter.largest)
+        update = meter.peak_by_category
+        if self.device.type == "cuda":
+            for part in (adding, update):
+                part["temporaries"] += CUDA_WORKSPACES
+        return Prediction(adding, update, max(largest, meter.largest))
 
 
 def state_bytes(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> int:
@@ -335,11 +286,6 @@ def state_bytes(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> int
         fake.step()
     state = {id(tensor): tensor for tensor in tensors_of(list(fake.state.values()))}.values()
     return sum(tensor.nbytes for tensor in state if tensor.device.type == device.type)
-
-
-def is_sixteen_bit(model: torch.nn.Module) -> bool:
-    """True if no parameter has more than 16 bits."""
-    return all(p.dtype not in (torch.float32, torch.float64) for p in model.parameters())
 
 
 def target_device(model: torch.nn.Module, device: torch.device | str | None) -> torch.device:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -12,7 +11,7 @@ from torch import Tensor
 from wholebatch.batch import to_device
 from wholebatch.batch.samples import tensors_of
 from wholebatch.memory.fake_tensors import map_tensors
-from wholebatch.memory.meter import MemoryMeter, free_caches, storage_id
+from wholebatch.memory.meter import free_caches
 from wholebatch.memory.plain_window import PlainWindow
 from wholebatch.window.forward_state import ForwardState
 
@@ -21,59 +20,6 @@ _SPARE = 1 / 32
 
 Freed memory is never in the same pieces twice, so a later window may need a little more.
 """
-
-
-def measure_step(
-    model: torch.nn.Module,
-    loss: Callable[[Any, Any], Any],
-    micros: Sequence[Any],
-    *,
-    precision: str = "full",
-    missing_state: int = 0,
-) -> int:
-    """Run a window of these micro-batches; return the bytes used beyond those already allocated.
-
-    No update is made. Buffers, random generators and gradients are restored. On CUDA three windows
-    run, because the allocator cannot use every piece of freed memory. They allocate as the first
-    three of training do: at the end of the first, `missing_state` bytes of optimizer state come to
-    lie beside its gradients, and the third begins with what the second has freed.
-    """
-    device = next(model.parameters()).device
-    before = ForwardState(model)
-    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
-    state: list[Tensor] = []
-
-    def loss_on_device(model: torch.nn.Module, micro: Any) -> Any:
-        return loss(model, to_device(micro, device))
-
-    def run() -> None:
-        for parameter, _ in gradients:
-            parameter.grad = None
-        PlainWindow(model, loss_on_device, precision=precision).run(micros)
-
-    try:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-            free_caches()
-            start = torch.cuda.memory_allocated(device)
-            torch.cuda.reset_peak_memory_stats(device)
-            run()
-            torch.cuda.empty_cache()
-            state = state_pieces(list(model.parameters()), missing_state)
-            run()
-            run()
-            torch.cuda.synchronize(device)
-            return int(torch.cuda.max_memory_allocated(device)) - start
-        with MemoryMeter(model=model) as meter:
-            start = meter.current
-            run()
-        return meter.peak - start + missing_state
-    finally:
-        state.clear()
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
-        before.restore()
-        gc.collect()
 
 
 def trial_peak(
@@ -88,23 +34,52 @@ def trial_peak(
 ) -> int | None:
     """Return the peak bytes on CUDA of a window of these micro-batches; None if it runs out.
 
-    `missing_state` is the optimizer's state that the first update will create, in bytes.
+    `missing_state` is the optimizer's state that the first update will create, in bytes. No update
+    is made. Buffers, random generators and gradients are restored. Three windows run, because the
+    allocator cannot use every piece of freed memory. They allocate as the first three of training
+    do: at the end of the first, the missing state comes to lie beside its gradients, and the third
+    begins with what the second has freed.
     """
     # Views would hold the batch.
     copies = {id(micro): map_tensors(micro, torch.clone) for micro in micros}
     micros = [copies[id(micro)] for micro in micros]
     device = next(model.parameters()).device
+    before = ForwardState(model)
+    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     spare: list[Tensor] = []
+    state: list[Tensor] = []
+
+    def loss_on_device(model: torch.nn.Module, micro: Any) -> Any:
+        return loss(model, to_device(micro, device))
+
+    def run() -> None:
+        for parameter, _ in gradients:
+            parameter.grad = None
+        PlainWindow(model, loss_on_device, precision=precision).run(micros)
+
     try:
         free_caches()
         spare.append(torch.empty(int(_SPARE * budget), dtype=torch.uint8, device=device))
-        how: dict[str, Any] = {"precision": precision, "missing_state": missing_state}
-        return held_bytes(model, optimizer) + measure_step(model, loss, micros, **how)
+        torch.cuda.synchronize(device)
+        start = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        run()
+        torch.cuda.empty_cache()
+        state = state_pieces(list(model.parameters()), missing_state)
+        run()
+        run()
+        torch.cuda.synchronize(device)
+        used = int(torch.cuda.max_memory_allocated(device)) - start
     except torch.OutOfMemoryError:
         return None
     finally:
         spare.clear()
+        state.clear()
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+        before.restore()
         free_caches()
+    return held_bytes(model, optimizer) + used
 
 
 def state_pieces(parameters: Sequence[Tensor], nbytes: int) -> list[Tensor]:
@@ -132,4 +107,4 @@ def _bytes_of(tensors: Iterable[Tensor], parameters: Sequence[Tensor]) -> int:
     """Return the bytes of the tensors on the parameters' device, counting each storage once."""
     kind = parameters[0].device.type if parameters else "cpu"
     storages = [t.untyped_storage() for t in tensors if t.device.type == kind and not t.is_sparse]
-    return sum({storage_id(storage): storage.nbytes() for storage in storages}.values())
+    return sum({id(storage): storage.nbytes() for storage in storages}.values())

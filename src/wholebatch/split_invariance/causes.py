@@ -38,12 +38,12 @@ _FACTORS: list[tuple[str, Callable[[int, int], float]]] = [
 ]
 
 
-def constant_factor(found: Tensors, right: Tensors) -> float | None:
+def constant_factor(changed: Tensors, right: Tensors) -> float | None:
     """Return the one number that the right gradients are multiplied by, or None."""
-    if found.keys() != right.keys():
+    if changed.keys() != right.keys():
         return None
     sizes = {name: tensor.numel() for name, tensor in right.items()}
-    a, b = _first(found, sizes), _first(right, sizes)
+    a, b = _first(changed, sizes), _first(right, sizes)
     factor = float((a * b).sum() / (b * b).sum())
     left = float((a - factor * b).norm() / (factor * b).norm())
     return factor if left < _NEAR * abs(factor - 1) else None

@@ -104,9 +104,9 @@ def split_invariance(
         return SplitReport(False, _compared(right), causes=[cause])
     splits = []
     for layout in [*runs][1:]:
-        found = merged(runs[layout])
-        error, tensor = distance(found.judged, right.judged)
-        moved = distance(*({"": _flat(each.updates.values())} for each in (found, right)))[0]
+        changed = merged(runs[layout])
+        error, tensor = distance(changed.judged, right.judged)
+        moved = distance(*({"": _flat(each.updates.values())} for each in (changed, right)))[0]
         same = error <= max(allowed, 10 * noise) and moved <= allowed**0.5
         splits.append(Split(*layout, error, tensor, moved, same))
     other = [split for split in splits if not split.same]
@@ -134,21 +134,21 @@ def merged(ranks: Sequence[Observed]) -> Observed:
     return whole
 
 
-def distance(found: Tensors, right: Tensors) -> tuple[float, str]:
+def distance(changed: Tensors, right: Tensors) -> tuple[float, str]:
     """Return the largest relative L2 distance of a tensor, and its name.
 
     It is relative to the tensor's norm, or to a hundredth of what is usual among all tensors: a
     gradient that is 0 but for rounding differs by any factor.
     """
-    like = {**found, **right}
-    if any(found[name].shape != right[name].shape for name in found.keys() & right.keys()):
+    like = {**changed, **right}
+    if any(changed[name].shape != right[name].shape for name in changed.keys() & right.keys()):
         return float("inf"), "the shapes"
     usual = (
         float(_flat(right.values()).norm()) / max(1, sum(t.numel() for t in right.values())) ** 0.5
     )
     worst = 0.0, "any tensor"
     for name, tensor in like.items():
-        a, b = (each.get(name, torch.zeros_like(tensor)) for each in (found, right))
+        a, b = (each.get(name, torch.zeros_like(tensor)) for each in (changed, right))
         least = max(float(b.norm()), 0.01 * usual * tensor.numel() ** 0.5)
         gap = float((a - b).norm())
         error = gap / least if least else gap
@@ -189,8 +189,8 @@ def _causes(
     allowed: float,
 ) -> list[str]:
     wrong = [Layout(split.micro_batch, split.ranks) for split in other]
-    found = {layout: merged(runs[layout]) for layout in wrong}
-    most = max(found.values(), key=lambda observed: (observed.steps, observed.clips))
+    changed = {layout: merged(runs[layout]) for layout in wrong}
+    most = max(changed.values(), key=lambda observed: (observed.steps, observed.clips))
     if most.steps != right.steps:
         return [
             f"the optimizer steps {most.steps} times, and {right.steps} times with the first split"
@@ -200,7 +200,7 @@ def _causes(
             "the gradients agree and the movements do not: the learning rate, weight decay or "
             "another part of the step depends on the split"
         ]
-    factors = {each: constant_factor(found[each].judged, right.judged) for each in wrong}
+    factors = {each: constant_factor(changed[each].judged, right.judged) for each in wrong}
     known = {layout: factor for layout, factor in factors.items() if factor is not None}
     causes = [name_factors(known, samples)] if known else []
     rest = [layout for layout in wrong if layout not in known]

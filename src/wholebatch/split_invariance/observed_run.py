@@ -141,7 +141,7 @@ def observe(train: Train, run: Run) -> Observed:
             result = train(run.micro_batch)
     named = _named(result)
     dtypes = [t.dtype for t in named.values() if t.is_floating_point()] or [torch.float64]
-    found = Observed(
+    observed = Observed(
         values={name: _full(value) for name, value in named.items()},
         gradients={},
         updates={},
@@ -152,12 +152,14 @@ def observe(train: Train, run: Run) -> Observed:
     )
     if isinstance(result, nn.Module):
         for name, p in named.items():
-            seen, start = observer.gradients.get(id(p), ()), observer.start.get(id(p))
-            if seen:
-                found.gradients[name] = torch.cat([_full(gradient).flatten() for gradient in seen])
+            gradients, start = observer.gradients.get(id(p), ()), observer.start.get(id(p))
+            if gradients:
+                observed.gradients[name] = torch.cat(
+                    [_full(gradient).flatten() for gradient in gradients]
+                )
             if start is not None and start.shape == p.shape:
-                found.updates[name] = found.values[name] - _full(start)
-    return found
+                observed.updates[name] = observed.values[name] - _full(start)
+    return observed
 
 
 def _named(result: Any) -> dict[str, Tensor]:

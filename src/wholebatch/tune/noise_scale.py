@@ -33,10 +33,9 @@ import torch
 from torch import Tensor
 
 from wholebatch.batch.samples import is_positive
-from wholebatch.batch_windows import Observer
 from wholebatch.errors import OptionError, UnsupportedError
 from wholebatch.losses.loss import SINGLE, Units
-from wholebatch.whole_batch import WholeBatch
+from wholebatch.whole_batch import Observer, WholeBatch
 from wholebatch.window.close import dense_gradients, read_scalars
 from wholebatch.window.window import Step
 

@@ -11,15 +11,14 @@ import gc
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils import get_total_norm as norm
 
 from wholebatch.batch import batch_size_of, split, to_device
 from wholebatch.coupled.normalisation_layers import needs_whole_batch
@@ -42,7 +41,7 @@ from wholebatch.memory.choose_micro_batch import resize_batch
 from wholebatch.memory.predict import predict_peak
 from wholebatch.options import as_close
 from wholebatch.plain_files import finite
-from wholebatch.readable_sizes import bytes_said, percent
+from wholebatch.readable_sizes import bytes_said
 from wholebatch.tune.task import Task, measured_peak
 from wholebatch.window import precision as precision_names
 
@@ -124,10 +123,6 @@ class Tuned:
     device: str
     seconds: float
     ranks: int = 1
-    precision: str = "full"
-    """The first of those tried."""
-    distances: Mapping[str, float] = field(default_factory=dict)
-    """How far the first update in each other precision is from that in the first one."""
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -172,22 +167,7 @@ class Tuned:
         for why, settings in self.left_out.items():
             more = f" and {len(settings) - 3} more" if len(settings) > 3 else ""
             lines.append(f"not measured, {why}: {'; '.join(map(str, settings[:3]))}{more}")
-        return (*lines, *self._precisions())
-
-    def _precisions(self) -> Iterator[str]:
-        """Yield the speed of each precision beside the first, and how far its update is off."""
-        fastest: dict[str, Trial] = {}
-        for trial in sorted(self.trials, key=lambda trial: trial.units_per_second):
-            if trial.is_measured:
-                fastest[trial.setting.precision] = trial
-        for name, distance in self.distances.items():
-            candidate, other = fastest.get(name), fastest.get(self.precision)
-            if candidate is not None and other is not None:
-                times = (f"{1000 * (it.seconds or 0):.1f} ms" for it in (candidate, other))
-                yield (
-                    f"{name} {' against '.join(times)} in {self.precision}; its first update is "
-                    f"{percent(distance)} off"
-                )
+        return tuple(lines)
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as plain data, for JSON."""
@@ -272,7 +252,6 @@ def tune(
         longest = max(longest, time.perf_counter() - start)
         watch(trials[setting])
     best = _recommended(trials.values(), budget)
-    others = {t.setting.precision for t in trials.values() if t.is_measured} - {precisions[0]}
     tried = list(trials.values())
     eager = (t for t in tried if t.is_measured and t.setting.execute == "eager")
     smallest = min(eager, key=lambda trial: trial.setting.micro_batch, default=best)
@@ -290,26 +269,7 @@ def tune(
         + (f" ({torch.get_num_threads()} threads)" if device.type == "cpu" else ""),
         seconds=time.perf_counter() - began,
         ranks=ranks,
-        precision=precisions[0],
-        distances=_distances(task, batch, best.setting.micro_batch, [precisions[0], *others]),
     )
-
-
-def _distances(task: Task, batch: Any, size: int, precisions: list[str]) -> dict[str, float]:
-    """Return how far the first update in each precision is from that in the first one."""
-    moved: dict[str, list[Tensor]] = {}
-    for precision in precisions if len(precisions) > 1 else ():
-        model, optimizer = task.build()
-        before = [p.detach().clone() for p in model.parameters()]
-        how: dict[str, Any] = {"micro_batch": size, "precision": precision, "execute": "eager"}
-        task.train(model, optimizer, **how).step(batch)
-        after = zip(model.parameters(), before, strict=True)
-        moved[precision] = [p.detach() - was for p, was in after]
-    first = moved.pop(precisions[0], [])
-    return {
-        name: float(norm([a - b for a, b in zip(each, first, strict=True)]) / norm(first))
-        for name, each in moved.items()
-    }
 
 
 def sizes_of(samples: int) -> list[int]:

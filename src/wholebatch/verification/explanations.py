@@ -18,7 +18,7 @@ from wholebatch.verification.distances import TIMES_THE_FLOOR, apart, fit_of, pa
 from wholebatch.verification.evidence import Backward, Counts, WindowEvidence
 from wholebatch.verification.findings import Finding, micro_batches
 from wholebatch.verification.loss_factors import LOSS_SCALE, is_loss_scale
-from wholebatch.verification.weights import SAME_WEIGHT, before_clip, floor_of
+from wholebatch.verification.weights import SAME_WEIGHT, before_clip
 
 Ranks = Sequence[WindowEvidence]
 """The evidence of one window on every rank."""
@@ -163,18 +163,6 @@ def _in_16_bits(ranks: Ranks) -> Findings:
 
 LOST = (_never_cleared, _cleared, _clipped_early, same_twice, _in_16_bits)
 """What becomes of gradients that are not in the step as they were brought."""
-
-
-def is_lost(ranks: Ranks) -> bool:
-    """True if the gradient of the step is not what all backwards brought, with one factor."""
-    if any(window.gradient is None or not window.backwards for window in ranks):
-        return False
-    brought = [micro.contribution for window in ranks for micro in window.backwards]
-    flow = torch.stack(brought).sum(0)
-    tolerance = TIMES_THE_FLOOR * floor_of(brought, flow, max(window.eps for window in ranks))
-    return not parallel(
-        before_clip(ranks[0]), flow, ranks[0].eps if ranks[0].is_half else tolerance
-    )
 
 
 # ------------------------------------------------------------------- beside a right gradient

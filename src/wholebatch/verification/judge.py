@@ -17,14 +17,13 @@ from wholebatch.verification.explanations import (
     LOST,
     SEEN,
     findings_of,
-    is_lost,
     of_two_passes,
     same_twice,
 )
 from wholebatch.verification.findings import Finding
 from wholebatch.verification.loss_terms import COMPARES
 from wholebatch.verification.verdicts import DIFFERENT, NOT_JUDGED, RIGHT, LoopTrial
-from wholebatch.verification.weights import SAME_WEIGHT, Part, Unknown, Weights, weights_of
+from wholebatch.verification.weights import SAME_WEIGHT, Part, Unknown, Weights, is_lost, weights_of
 from wholebatch.verification.wrong_weights import explain
 
 _NO_ANSWER = {
@@ -224,14 +223,14 @@ def _doubts(ranks: Ranks, counts: Counts) -> set[str]:
     steps = (counts.micro_batches, 1 / max(counts.micro_batches, 1))
     is_divided = any(math.isclose(n, k, rel_tol=SAME_WEIGHT) for n in by for k in steps)
     carries = any(_carries(w.backwards) for w in ranks) or any(o.carries for o in ledgers)
-    found = {
+    facts = {
         "alone": not ledgers and counts.usual == len(every) == 1,
         "carried": carries,
         "changed": any(ledger.is_changed for ledger in ledgers),
         "penalty": bool(penalties) and not is_divided,
     }
-    seen = {name for micro in every for name in micro.doubts}
-    return seen | {name for name, is_so in found.items() if is_so}
+    noted = {name for micro in every for name in micro.doubts}
+    return noted | {name for name, is_so in facts.items() if is_so}
 
 
 def _carries(micros: Sequence[Backward]) -> bool:
@@ -259,6 +258,10 @@ def _unexplained(trial: LoopTrial, weights: Weights, ranks: Ranks, counts: Count
             return trial.with_answer(DIFFERENT, findings=[Finding("other-units", variant)])
         total = sum(reading.units)
         times = [w * total / u for w, u in zip(reading.weights, reading.units, strict=True) if u]
+        gone = [str(i) for i, number in enumerate(times, start=1) if abs(number) < SAME_WEIGHT]
+        if gone:
+            lost = Finding("left-out", f"number {', '.join(gone)} of {len(times)} does not count")
+            return trial.with_answer(DIFFERENT, findings=[lost])
         shown = ", ".join(f"{number:.3g}" for number in times[:8]) + ", ..." * (len(times) > 8)
         reason = f"the micro-batches count {shown} times as much as they must; cause not known"
         return trial.with_answer(NOT_JUDGED, f"{reason}: use wb.verify")

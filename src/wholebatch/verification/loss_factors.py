@@ -77,12 +77,12 @@ def read_terms(
     micro_batches: Sequence[Sequence[LossTerm]],
     counts: Counts,
     factors: Sequence[float],
-    given: Sequence[float] = (),
+    known_units: Sequence[float] = (),
 ) -> list[list[Reading]]:
     """Return for each term of a loss the ways to read it, with what the loop did to its gradients.
 
-    `given` are the units of a loss with one term, where they are known. Raises `Unreadable` where a
-    term is not a plain mean or sum.
+    `known_units` are the units of a loss with one term, if they are known. Raises `Unreadable`
+    where a term is not a plain mean or sum.
     """
     rows = [[t for t in terms if t.kind not in ("penalty", "zero")] for terms in micro_batches]
     for term in (term for row in rows for term in row):
@@ -94,7 +94,9 @@ def read_terms(
     if any(kind != kinds[0] for kind in kinds):
         raise Unreadable("the micro-batches' losses are made in different ways")
     columns = list(zip(*rows, strict=True))
-    units = [[list(given)] if given and len(columns) == 1 else _units(c) for c in columns]
+    units = [
+        [list(known_units)] if known_units and len(columns) == 1 else _units(c) for c in columns
+    ]
     loop = _numbers_of_loop(counts, [row for rows in units for row in rows])
     return [
         list(_readings(column, of_term, loop, counts, factors, len(columns)))

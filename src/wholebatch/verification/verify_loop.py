@@ -68,10 +68,10 @@ def verify_loop(
     failed: dict[str, Exception] = {}
     for tried in ZOO.values() if case is None else [_case(case)]:
         model = tried.model().to(device)
-        made = (optimizer or _sgd)(model)
-        watch = Watch(model, made, name=name, logs=False)
+        own_optimizer = (optimizer or _sgd)(model)
+        watch = Watch(model, own_optimizer, name=name, logs=False)
         try:
-            _train(loop, tried, watch, model, made, steps=steps, uneven=uneven)
+            _train(loop, tried, watch, model, own_optimizer, steps=steps, uneven=uneven)
         except Exception as error:
             if case is not None or world_size() > 1:
                 raise

@@ -99,9 +99,9 @@ def weights_of(
         factors += [row[place] for place in places]
     places_of = [(window, i) for window, row in zip(ranks, part, strict=True) for i in row]
     micro_batches = [window.backwards[i].terms for window, i in places_of]
-    given = [window.units[i] for window, i in places_of if window.units]
+    known_units = [window.units[i] for window, i in places_of if window.units]
     try:
-        terms = read_terms(micro_batches, counts, factors, given)
+        terms = read_terms(micro_batches, counts, factors, known_units)
     except Unreadable as unread:
         return Unknown(
             f"the weight of the loss cannot be read: {unread}. Use wb.verify, which runs the "
@@ -136,31 +136,40 @@ def factors_of(ranks: Sequence[WindowEvidence]) -> Sequence[float] | Unknown:
     """Return the factor that each backward's gradient has in the step."""
     window, count = ranks[0], len(ranks)
     brought = [micro.contribution for rank in ranks for micro in rank.backwards]
-    floor = max(rank.eps for rank in ranks)
     if any(rank.gradient is None for rank in ranks):
         return (1 / count,) * len(brought)
-    gradient = before_clip(window)
-    flow = torch.stack(brought).sum(0) / count
-    floor = floor_of(brought, flow * count, floor)
-    tolerance = window.eps if window.is_half else TIMES_THE_FLOOR * floor
-    if parallel(gradient, flow, tolerance):
-        factor = float(gradient @ flow / (flow @ flow))
-        return (factor / count,) * len(brought)
+    gradient, flow = before_clip(window), torch.stack(brought).sum(0)
+    if not is_lost(ranks):
+        return (float(gradient @ flow / (flow @ flow)),) * len(brought)
+    tolerance = _tolerance(ranks, brought, flow)
     factors, left = fit_of(brought, gradient)
     if left <= max(1e-4, tolerance) and len(brought) <= 64:
         return factors
+    off = apart(gradient, flow)
     if count == 1 and apart(window.backwards[-1].after, flow) <= tolerance:
         return Unknown(
-            f"the loop itself changes the gradient by {percent(apart(gradient, flow))} after the "
-            "last backward: use wb.verify"
+            f"the loop itself changes the gradient by {percent(off)} after the last backward: use "
+            "wb.verify"
         )
     return Unknown("the gradient of the step is not the sum of what the backwards added", True)
 
 
-def floor_of(brought: Sequence[Tensor], total: Tensor, eps: float) -> float:
+def is_lost(ranks: Sequence[WindowEvidence]) -> bool:
+    """True if the gradient of the step is not what all backwards brought, with one factor."""
+    if any(window.gradient is None or not window.backwards for window in ranks):
+        return False
+    brought = [micro.contribution for window in ranks for micro in window.backwards]
+    flow = torch.stack(brought).sum(0)
+    return not parallel(before_clip(ranks[0]), flow, _tolerance(ranks, brought, flow))
+
+
+def _tolerance(ranks: Sequence[WindowEvidence], brought: Sequence[Tensor], total: Tensor) -> float:
     """Return the distance that rounding explains: more, where gradients nearly cancel."""
+    eps = max(window.eps for window in ranks)
+    if ranks[0].is_half:
+        return ranks[0].eps
     spread = sum(float(part.norm()) for part in brought) / max(float(total.norm()), 1e-300)
-    return min(eps * max(spread, 1.0), math.sqrt(eps) / TIMES_THE_FLOOR)
+    return min(TIMES_THE_FLOOR * eps * max(spread, 1.0), math.sqrt(eps))
 
 
 def before_clip(window: WindowEvidence) -> Tensor:

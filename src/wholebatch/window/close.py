@@ -44,26 +44,6 @@ class Holder(Protocol):
     grad: Tensor | None
 
 
-@dataclass(frozen=True)
-class Sums:
-    """The sums of a window's losses, one for each term in the order of `weights`.
-
-    They are float64 tensors on the device of the gradients.
-    """
-
-    weights: Mapping[str, float]
-    own_totals: list[Tensor]
-    """Those of this rank's micro-batches, of each term."""
-    own_units: list[Tensor]
-    totals: Tensor
-    """The sums over the micro-batches and all ranks."""
-    units: Tensor
-    is_valid: Tensor
-    """True if the losses are finite and the units allow a mean."""
-    normalise: Tensor
-    """The factor from the gradients as they are to those of the mean loss."""
-
-
 class Closed(NamedTuple):
     """The norm and the clip factor of a window's gradient, and True if it may be used; tensors."""
 
@@ -75,13 +55,17 @@ class Closed(NamedTuple):
 @torch.no_grad()
 def close_gradients(
     groups: Sequence[Sequence[Holder]],
-    sums: Sums,
+    normalise: Tensor,
+    is_valid: Tensor,
     options: CloseOptions,
     hooks: DeferredHooks,
     *,
     total_norm: Callable[[Sequence[Tensor]], Tensor],
 ) -> Closed:
     """Normalise and clip the gradients of a window for the optimizer.
+
+    `normalise` is the factor from the gradients as they are to those of the mean loss, and
+    `is_valid` True if the losses are finite and the units allow a mean.
 
     Norm, clip and factor stay on the device, and the gradients are multiplied once. A gradient that
     is not valid stays as it is.
@@ -90,7 +74,6 @@ def close_gradients(
     for the undivided batch. `on_gradient` is called for a valid gradient only: it could hide that
     another one was not finite.
     """
-    normalise, is_valid = sums.normalise, sums.is_valid
     is_normalised = False
     gradients = [dense_gradients(group) for group in groups]
     if hooks:
@@ -310,10 +293,6 @@ class DeferredHooks:
         for parameter, hooks in self._taken:
             parameter._backward_hooks = hooks  # type: ignore[assignment]
         self._taken.clear()
-
-
-Groups: TypeAlias = Sequence[Sequence[nn.Parameter]]
-"""The parameters that are trained, by parameter group."""
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,16 @@
 """The ledger of a run: it begins windows, adds micro-batches to them, closes and counts them.
 
-What a window is, how its seed makes every backward exact, and how it ends, is in `window.py`.
+What a window is, and how its seed makes every backward exact, is in `window.py`; what happens to
+its gradients in `close.py`.
 """
 
 from __future__ import annotations
 
+import math
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from time import perf_counter
 from typing import Any, NoReturn
 
 import torch
@@ -15,7 +18,15 @@ from torch import Tensor, nn
 
 from wholebatch.distributed import Sync
 from wholebatch.distributed.process_group import Group
-from wholebatch.errors import LossError, UnsupportedError, WindowError
+from wholebatch.distributed.sync_strategy import OTHER_SETTINGS
+from wholebatch.errors import (
+    EmptyWindowError,
+    LossError,
+    NonFiniteError,
+    RankError,
+    UnsupportedError,
+    WindowError,
+)
 from wholebatch.losses.loss import (
     SINGLE,
     Loss,
@@ -30,24 +41,19 @@ from wholebatch.window.autograd_graph import refuse_freed_graph, refuse_reentran
 from wholebatch.window.close import (
     DeferredHooks,
     OnGradient,
+    Reading,
     Store,
+    check_counts,
+    close_gradients,
+    column,
     power_of_two_near,
     read_scalars,
     scalar_on,
 )
 from wholebatch.window.close_options import CloseOptions
-from wholebatch.window.micro_batch import MicroBatch
 from wholebatch.window.model_and_optimizer import Schedules, Target
-from wholebatch.window.observer import Nobody, Observer
-from wholebatch.window.window import (
-    Step,
-    Training,
-    Window,
-    add_up,
-    apply,
-    decide,
-    report,
-)
+from wholebatch.window.observer import Observer
+from wholebatch.window.window import MicroBatch, Step, Window, refuse_units
 
 observers: list[Any] = []
 """Called when a window begins, closes and ends (`wb.watch` reads its units at the close)."""
@@ -101,15 +107,7 @@ class Ledger:
         self.store.options = self.options
         self.hooks = DeferredHooks(on_gradient, target.named_parameters)
         self.schedules = Schedules(target.schedulers)
-        self._training = Training(
-            target,
-            self.options,
-            sync,
-            self.store,
-            self.hooks,
-            self.schedules,
-        )
-        self.observer: Observer = Nobody()
+        self.observer = Observer()
         self.open: Window | None = None
         self.micro_batches: list[MicroBatch] = []
         self.micro: MicroBatch | None = None
@@ -166,7 +164,7 @@ class Ledger:
         self.store.refuse_stray(inputs)
         if stepped is not inputs:
             self.store.refuse_stray(stepped)
-        self.schedules.refuse_moved()
+        self.schedules.refuse_stepped()
         if not inputs:
             raise WindowError("every parameter of the optimizer is frozen: nothing to train")
         scale = self.target.scale
@@ -398,36 +396,190 @@ class Ledger:
         handover = self.store.handover
         steps = steps and self.target.steps and (self.sync.owns_step or not handover.counts)
         self.leaves_gradients = not steps
-        window, micro_batches, training = self.current, self.all_micro_batches, self._training
+        window, micro_batches = self.current, self.all_micro_batches
         try:
             self.refuse_broken()
-            self.schedules.refuse_moved(in_window=True)
             self.observer.window_closes()
             for observer in observers:
                 observer.window_closes(self)
             filled_in = self.sync.reduce(window.inputs)
             # A rank without weights only joins the others.
             weights = self._weights or self._last_weights
-            sums = add_up(window, micro_batches, training, weights, filled_in)
-            decision = decide(
-                window,
-                micro_batches,
-                training,
-                sums,
-                number=self.updates + 1,
-                while_waiting=while_waiting,
-            )
-            apply(decision, training, steps=steps)
-            self.updates += decision.skipped is None and (steps or handover.counts)
-            self.skipped += decision.skipped is not None
-            if decision.units:
-                self.next_seed = power_of_two_near(1.0 / decision.units)
-                self._last_weights = sums.weights
-            return report(window, micro_batches, decision, self.updates)
+            step = self._decided(window, micro_batches, weights, filled_in, while_waiting)
+            if step.units:
+                self._apply(step, steps=steps)
+                self.next_seed = power_of_two_near(1.0 / step.units)
+                self._last_weights = weights
+            self.updates += step.skipped is None and (steps or handover.counts)
+            self.skipped += step.skipped is not None
+            return replace(step, update=self.updates, seconds=perf_counter() - window.started)
         finally:
             self.discard()
             # An autocast around the whole loop would go on with casts of the old weights.
             torch.clear_autocast_cache()
+
+    def _decided(
+        self,
+        window: Window,
+        micro_batches: Sequence[MicroBatch],
+        weights: Mapping[str, float],
+        filled_in: Collection[int],
+        while_waiting: Callable[[], object] | None,
+    ) -> Step:
+        """Add up, normalise and clip, read the numbers, and say what is to become of the window.
+
+        `weights` are those of the terms. `filled_in` are the ids of the parameters that had no
+        gradient here before the reduction.
+        """
+        names, device, sync = sorted(weights), self.target.device, self.sync
+        of_term = {name: [m for m in micro_batches if name in m.units] for name in names}
+        totals = [column([t for m in of_term[n] for t in m.totals(n)], device) for n in names]
+        units = [column([m.units[name] for m in of_term[name]], device) for name in names]
+        total = torch.stack([each.sum() for each in totals])
+        # Units that are not valid on this rank must stop the update of every rank.
+        count = torch.stack([torch.where(each >= 0, each, math.nan).sum() for each in units])
+        if sync.ranks > 1:
+            total, count = self._over_ranks(window, total, count, filled_in)
+        # A number that is not finite makes the sum so: one test instead of two.
+        is_valid = (total.sum() + count.sum()).isfinite() & (count.max() > 0)
+        if window.known is not None and window.known.keys() == set(names):
+            known = column([window.known[name] for name in names], count.device)
+            is_valid &= torch.isclose(count, known, rtol=1e-6, atol=0.0).all()
+        divisor = torch.ones_like(count[0]) if window.has_terms else count.max()
+        normalise = 1.0 / (divisor * window.seed) / window.loss_scale
+        holders = sync.holders(window.groups)
+        closed = close_gradients(
+            holders, normalise, is_valid, self.options, self.hooks, total_norm=sync.norm
+        )
+        reading = Reading(*closed, total, count, *totals, *units)
+        if while_waiting is not None:
+            while_waiting()
+        (norm,), (clip,), (may_step,), sum_of, units_of, *columns = reading.wait()
+        for name, units_of_term in zip(names, columns[len(names) :], strict=True):
+            refuse_units(units_of_term, of_term[name])
+        units_in_all = max(units_of)
+        if math.isnan(units_in_all):
+            raise LossError("another rank has units that are negative or not finite")
+        number = sum(micro.index >= 0 for micro in micro_batches)
+        if units_in_all == 0.0:
+            self._refuse_no_units(number)
+            return Step(self.updates, math.nan, 0.0, 0.0, number, 0.0, skipped="no units")
+        if window.known is not None:
+            check_counts(window.known, dict(zip(names, units_of, strict=True)))
+        if norm == 0.0:
+            self.store.refuse_nothing()
+        if self.hooks.calls and sync.ranks > 1:
+            self._refuse_other_norm(norm)
+        skipped = None
+        if not may_step:
+            places = [m.index for name in names for m in of_term[name] for _ in m.totals(name)]
+            values = [value for each in columns[: len(names)] for value in each]
+            bad = [p for p, value in zip(places, values, strict=True) if not math.isfinite(value)]
+            skipped = self._not_finite(window, bad, number, all(map(math.isfinite, sum_of)))
+        means = {
+            name: total_of / units_of_term if units_of_term else 0.0
+            for name, total_of, units_of_term in zip(names, sum_of, units_of, strict=True)
+        }
+        return Step(
+            update=self.updates,
+            loss=math.fsum(weights[name] * means[name] for name in names),
+            units=units_in_all,
+            grad_norm=norm,
+            micro_batches=number,
+            seconds=0.0,
+            clip=clip if may_step else 1.0,
+            loss_scale=window.loss_scale,
+            terms=means if names != [SINGLE] else {},
+            skipped=skipped,
+        )
+
+    def _over_ranks(
+        self, window: Window, total: Tensor, count: Tensor, filled_in: Collection[int]
+    ) -> tuple[Tensor, Tensor]:
+        """Return totals and counts summed over the ranks.
+
+        With them go a digest of this rank's settings, and which parameters have a gradient here:
+        one that has none on any rank keeps none, as for the undivided batch.
+        """
+        sync = self.sync
+        shared = sync.stepped(window.inputs) if sync.peers is sync.group else []
+        present = [float(id(parameter) not in filled_in) for parameter in shared]
+        ours = float(self.target.digest(self.options) & 0xFFF) if shared else 0.0
+        local = [*total.tolist(), *count.tolist()]
+        values = sync.group.sum([*local, ours, ours * ours, *present])
+        total, count = column(values[: len(local)], total.device).chunk(2)
+        digests, squares, *counts = values[len(local) :]
+        if squares * sync.ranks != digests * digests:  # equal only of equal numbers
+            raise RankError(OTHER_SETTINGS)
+        for parameter, ranks_with_gradient in zip(shared, counts, strict=True):
+            if ranks_with_gradient == 0:
+                parameter.grad = None
+        return total, count
+
+    def _apply(self, step: Step, *, steps: bool) -> None:
+        """Step the optimizers, schedulers and the average; without `steps`, leave the gradients.
+
+        A window that is skipped changes nothing but the loss scale.
+        """
+        target, is_valid = self.target, step.skipped is None
+        if is_valid and not steps:
+            self.store.hand_over()
+        elif is_valid:
+            self.store.update()
+            self.schedules.step(step.loss)
+            if target.ema is not None and target.averaged is not None:
+                target.ema.update_parameters(target.averaged)
+        if target.scale is not None:
+            target.scale.update(finite=is_valid)
+        self.sync.after_update()
+
+    def _refuse_no_units(self, micro_batches: int) -> None:
+        if self.options.zero_units == "raise":
+            raise EmptyWindowError(
+                f"all {micro_batches} micro-batches of this window have zero units (every label is "
+                "ignored or every weight is zero), so its mean does not exist: filter such "
+                "batches, or pass close=wb.Close(zero_units='skip') to skip and count them"
+            )
+
+    def _refuse_other_norm(self, norm: float) -> None:
+        """Refuse an `on_gradient` that has made other gradients here than on another rank."""
+        norm = norm if math.isfinite(norm) else math.inf
+        both = torch.tensor([norm, -norm], dtype=torch.float64, device=self.target.device)
+        most, least = self.sync.group.largest(both).tolist()
+        if not math.isclose(most, -least, rel_tol=1e-6):
+            raise RankError(
+                f"on_gradient= has made gradients of norm {most:g} on one rank and {-least:g} on "
+                "another, so the models would drift apart: it must do the same on every rank "
+                "(draw noise from a torch.Generator with one seed for all)"
+            )
+
+    def _not_finite(
+        self, window: Window, culprits: Sequence[int], of: int, are_finite: bool
+    ) -> str:
+        """Return the reason for skipping, or raise the error; the same on all ranks.
+
+        `culprits` are the micro-batches whose losses are not finite, `of` so many.
+        """
+        culprit = min((index for index in culprits if index >= 0), default=None)
+        scale, sync = self.target.scale, self.sync
+        if scale is not None and scale.enabled and are_finite:
+            return f"gradients not finite at loss scale {window.loss_scale:g}"
+        bad, where = "a loss that is not finite", "the losses are finite but the gradients are not"
+        if self.hooks.calls:
+            where += " (or on_gradient= has made them so)"
+        if culprit is not None:
+            on = f" on rank {sync.rank}" if sync.ranks > 1 else ""
+            where = f"micro-batch {culprit + 1} of {of}{on} has {bad}"
+        elif not are_finite:
+            where = f"{'the batch' if culprits else 'another rank'} has {bad}"
+        if self.options.nonfinite == "skip":
+            return where
+        raise NonFiniteError(
+            f"update {self.updates + 1}: {where}. Nothing was updated: parameters and optimizer "
+            "state are as before this window; pass close=wb.Close(nonfinite='skip') to skip and "
+            "count such updates",
+            micro_batch=culprit,
+        )
 
     def join(self, known: Mapping[str, float] | None = None) -> Step:
         """Take part in a window of the other ranks, without a micro-batch."""
@@ -446,6 +598,7 @@ class Ledger:
         self.open = self.micro = self.broken = None
         self.micro_batches, self._beside, self._weights = [], [], {}
         self.are_units_given = self._has_opened = False
+        self.observer.gradients_are_added(())
 
     def refuse_broken(self) -> None:
         """Refuse to go on with a window that holds a part of a micro-batch."""

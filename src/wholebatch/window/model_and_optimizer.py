@@ -226,28 +226,20 @@ class Schedules:
 
     def __init__(self, schedulers: Sequence[Any]) -> None:
         self._schedulers = schedulers
-        self._left_at: list[Any] = []  # positions at the first begin, then at each update
+        self._left_at: list[int | None] = []
 
-    def forget(self) -> None:
-        """Accept the schedulers as they are: another state was loaded."""
-        self._left_at = []
+    def refuse_stepped(self) -> None:
+        """Refuse a scheduler that the loop has stepped once since the last update.
 
-    def refuse_moved(self, *, in_window: bool = False) -> None:
-        """Refuse a scheduler that the loop has stepped since the last update.
-
-        Between windows another state may have been loaded into it, which moves it back, or by more
-        than a step.
+        A loaded state moves it back, or by more than a step.
         """
-        now = [_position_of(scheduler) for scheduler in self._schedulers]
-        for scheduler, before, after in zip(self._schedulers, self._left_at, now, strict=False):
-            if after != before and (in_window or not _is_loaded(before, after)):
+        for scheduler, before in zip(self._schedulers, self._left_at, strict=False):
+            if before is not None and _steps_of(scheduler) == before + 1:
                 raise WindowError(
-                    f"{type(scheduler).__name__} was stepped by the loop (from {before} to {after} "
-                    "since the last update), and scheduler= steps it once per update: remove "
-                    "scheduler.step() from the loop, or leave scheduler= out and step it yourself "
-                    "wherever a Step is returned"
+                    f"{type(scheduler).__name__} was stepped by the loop, and scheduler= steps it "
+                    "once per update: remove scheduler.step() from the loop, or leave scheduler= "
+                    "out and step it yourself wherever a Step is returned"
                 )
-        self._left_at = now
 
     def step(self, loss: float) -> None:
         """Step each once; a plateau scheduler gets the window's exact mean loss."""
@@ -256,19 +248,13 @@ class Schedules:
                 scheduler.step(loss)
             else:
                 scheduler.step()
-        self._left_at = [_position_of(scheduler) for scheduler in self._schedulers]
+        self._left_at = [_steps_of(scheduler) for scheduler in self._schedulers]
 
 
-def _position_of(scheduler: Any) -> Any:
-    """Return how often a scheduler was stepped, or the rates it has set (ChainedScheduler)."""
+def _steps_of(scheduler: Any) -> int | None:
+    """Return how often a scheduler was stepped, if it tells."""
     steps = getattr(scheduler, "last_epoch", None)
-    rates = getattr(scheduler, "get_last_lr", None)
-    return steps if steps is not None or rates is None else list(rates())
-
-
-def _is_loaded(before: Any, after: Any) -> bool:
-    """True if the scheduler moved back, or by more than the one step that a loop may have left."""
-    return isinstance(before, Real) and isinstance(after, Real) and after != before + 1
+    return steps if isinstance(steps, int) else None
 
 
 def _as_list(value: Any, kind: type, name: str, wanted: str) -> list[Any]:

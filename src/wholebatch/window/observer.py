@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from torch import nn
 
@@ -27,10 +27,11 @@ class Plan:
     """The micro-batches, if they are in hand."""
 
 
-class Observer(Protocol):
+class Observer:
     """Sees the five moments of a window. It can raise an error or warn, and changes nothing.
 
-    The window makes the same update, bit for bit, with any observer that lets it pass.
+    The window makes the same update, bit for bit, with any observer that lets it pass. This one
+    watches nothing.
     """
 
     def window_begins(self, plan: Plan) -> None:
@@ -43,26 +44,10 @@ class Observer(Protocol):
         """See the loss of a micro-batch, or of a part of it, before its backward."""
 
     def gradients_are_added(self, parameters: Sequence[nn.Parameter]) -> None:
-        """See that the gradients of a backward, or of a whole micro-batch, are in."""
+        """See that the gradients of a backward, or of a whole micro-batch, are in.
+
+        No parameters: the window is over, and holds no gradients.
+        """
 
     def window_closes(self) -> None:
         """See that the window is about to close, before anything is reduced or written."""
-
-
-class Nobody:
-    """Watches nothing."""
-
-    def window_begins(self, plan: Plan) -> None:
-        return
-
-    def backward_begins(self) -> None:
-        return
-
-    def loss_is_known(self, loss: Loss | Terms) -> None:
-        return
-
-    def gradients_are_added(self, parameters: Sequence[nn.Parameter]) -> None:
-        return
-
-    def window_closes(self) -> None:
-        return

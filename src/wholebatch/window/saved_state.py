@@ -9,6 +9,7 @@ from torch import nn
 from wholebatch.errors import StateError
 from wholebatch.window.forward_state import capture_random, restore_random
 from wholebatch.window.ledger import Ledger
+from wholebatch.window.model_and_optimizer import Schedules
 
 FORMAT = 2
 """The version of what is saved."""
@@ -70,7 +71,7 @@ def load_state(ledger: Ledger, kind: str, state: dict[str, Any]) -> None:
         target.scale.load_state_dict(state["scaler"])
     for scheduler, saved in zip(target.schedulers, state["schedulers"], strict=True):
         scheduler.load_state_dict(saved)
-    ledger.schedules.forget()
+    ledger.schedules = Schedules(target.schedulers)
     if isinstance(target.ema, nn.Module) and state["ema"] is not None:
         target.ema.load_state_dict(state["ema"])
     restore_random(state["random"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sized
 from dataclasses import dataclass
 from numbers import Integral
 from typing import TypeGuard
@@ -57,6 +57,40 @@ class Steps:
             return int(steps)
         now = epoch if self.per_epoch else update
         return next(steps for start, steps in reversed(self.changes) if start <= now)
+
+
+def updates_per_epoch(
+    loader: Sized,
+    steps: int | dict[int, int] | Steps | Callable[[int], int],
+    *,
+    update: int = 0,
+    epoch: int = 0,
+) -> int:
+    """Return how many updates one pass over a loader makes, a short last window included.
+
+    It is `math.ceil(len(loader) / steps)`, or follows the schedule in `steps`. Use it to give a
+    learning-rate scheduler its number of updates, before there is an Accumulator.
+
+    >>> updates_per_epoch(range(10), 4), updates_per_epoch(range(10), {0: 1, 2: 4})
+    (3, 4)
+
+    Args:
+        loader: What `over` will loop over. It must have a length, in micro-batches.
+        steps: As for `Accumulator`.
+        update: The updates made before this pass.
+        epoch: The passes made before this one.
+    """
+    try:
+        micro_batches, updates = len(loader), 0
+    except TypeError as error:
+        raise OptionError(
+            f"updates_per_epoch(loader): {error}. Give the schedule a number of updates, and count "
+            "them by step.update"
+        ) from error
+    while micro_batches > 0:
+        micro_batches -= Steps.of(steps).at(update=update + updates, epoch=epoch)
+        updates += 1
+    return updates
 
 
 def by_epoch(schedule: Mapping[int, int]) -> Steps:

@@ -10,7 +10,7 @@ from wholebatch.distributed.process_group import Group
 from wholebatch.errors import LossError
 from wholebatch.losses.loss import SINGLE, Units, check_units
 from wholebatch.window.close import read_scalars
-from wholebatch.window.micro_batch import refuse_units
+from wholebatch.window.window import refuse_units
 
 UnitsFunction: TypeAlias = Callable[[Any], Units | Mapping[str, Units]]
 

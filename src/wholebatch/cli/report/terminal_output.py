@@ -8,10 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console, Group
+from rich.console import Console
 from rich.markup import escape
 from rich.padding import Padding
-from rich.panel import Panel
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
@@ -43,7 +42,7 @@ class Terminal:
         self._first = self._total = 0
         self._last_line = float("-inf")
 
-    def rows(self, title: str, rows: Sequence[tuple[str, str]], *, boxed: bool = False) -> None:
+    def rows(self, title: str, rows: Sequence[tuple[str, str]]) -> None:
         """Print a title and labelled values, one under the other."""
         if not self._live:
             width = max(len(label) for label, _ in rows)
@@ -56,12 +55,8 @@ class Terminal:
         table.add_column(overflow="fold")
         for label, value in rows:
             table.add_row(escape(label), escape(value))
-        if boxed:
-            inside = Group(Text(title, "bold"), Text(), table)  # it is wrapped, and never cut
-            self.console.print(Panel(inside, expand=False, padding=(0, 1)))
-        else:
-            say(self.console, title, style="bold")
-            self.console.print(table)
+        say(self.console, title, style="bold")
+        self.console.print(table)
 
     def note(self, text: str) -> None:
         """Print one line, above the bar if there is one."""

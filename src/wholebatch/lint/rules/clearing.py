@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterator
 
 from ..normalise import Event, Loop
-from ..normalise.syntax import shown, text, values_of, written
+from ..normalise.syntax import last_part, names_in, shown, text, values_of, written
 from ..windows import File, Window
 from ..windows.values import symbols_in
 from ..windows.window import is_optimizer_of
@@ -25,7 +25,7 @@ def cleared_every_micro_batch(file: File) -> Iterator[Report]:
             continue  # The gradients may be kept elsewhere.
         steps = window.closing_steps()
         for clear in window.of("clear"):
-            if is_optimizer_of(clear, steps) and _every_micro_batch(clear, window, steps):
+            if _clears_for(clear, steps, window) and _every_micro_batch(clear, window, steps):
                 yield Report(
                     clear.node,
                     "gradients are cleared on every micro-batch, but used once per window of "
@@ -33,6 +33,15 @@ def cleared_every_micro_batch(file: File) -> Iterator[Report]:
                     "after the step",
                     window.level,
                 )
+
+
+def _clears_for(clear: Event, steps: list[Event], window: Window) -> bool:
+    """True if these steps use what is cleared: no other model, such as a teacher's."""
+    makers = [call for step in steps for call in window.file.reader.made_by(step.receiver)]
+    names = {name.partition("@")[0] for name in names_in(*makers)}
+    model = "" if clear.owner in {step.owner for step in steps} else last_part(clear.receiver)
+    is_other = model != "" and "parameters" in names and model not in names
+    return is_optimizer_of(clear, steps) and not is_other
 
 
 def _every_micro_batch(clear: Event, window: Window, steps: list[Event]) -> bool:
@@ -89,7 +98,7 @@ def _step_after(clear: Event, window: Window) -> Event | None:
     steps = [s for s in window.closing_steps() if not s.excludes(clear)]
     backwards = [b for b in window.backwards if b.order < clear.order and not b.excludes(clear)]
     # An earlier step of the same optimizer has used the gradients cleared here.
-    if not is_optimizer_of(clear, steps) or any(s.order < clear.order for s in steps):
+    if not _clears_for(clear, steps, window) or any(s.order < clear.order for s in steps):
         return None
     for step in steps:
         same = step.loops == clear.loops and window.when(clear) == window.when(step)
