@@ -255,7 +255,7 @@ def _one_after_the_other(graph: fx.Graph, products: Sequence[fx.Node]) -> None:
                 last = node if node.target in _PRODUCTS else last
             node = node.next
         if last is not None:
-            source = following.args[-2]
+            source: Any = following.args[-2]
             with graph.inserting_before(following):
                 waiting = graph.call_function(_after(), (source, last))
             waiting.meta.update(source.meta)

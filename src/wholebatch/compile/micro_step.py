@@ -344,8 +344,8 @@ class Executor:
         """
         if self._too_large is None and not self.kinds.ready():
             return False
-        compiles = self.kinds.compiled() or self.kinds.compiling()
-        compiles = compiles or self._too_large
+        compiles = bool(self.kinds.compiled() or self.kinds.compiling())
+        compiles = bool(compiles or self._too_large)
         self._too_large = None
         if compiles and self._plan.captures:
             self._plan.compiles = False
