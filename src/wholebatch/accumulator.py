@@ -23,6 +23,7 @@ from wholebatch.options import (
     Close,
     Memory,
     as_close,
+    known_options,
     without_budget,
 )
 from wholebatch.run_loss import RunFunctions
@@ -101,6 +102,11 @@ class Accumulator(Member):
     _handover: ClassVar[Handover | None] = None
     """How a library that makes the step gets the gradients; None if the window steps."""
 
+    @known_options(
+        precision="your loop runs the forward: put it and the loss under "
+        "torch.autocast(device, torch.bfloat16); WholeBatch has precision=",
+        micro_batch="your loop splits the batch; WholeBatch has micro_batch=",
+    )
     def __init__(
         self,
         model: nn.Module | Sequence[nn.Module],

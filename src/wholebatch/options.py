@@ -7,7 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Literal, TypeAlias
+from difflib import get_close_matches
+from functools import wraps
+from inspect import signature
+from typing import Any, Literal, ParamSpec, TypeAlias, TypeVar
 
 import torch
 
@@ -56,6 +59,42 @@ class Close:
     ema: Ema | None = None
     on_open: Callable[[], object] | None = None
     sync: SyncMode = "auto"
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def known_options(**elsewhere: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Decorate a constructor, or a function whose first argument is none of its options.
+
+    An option that it does not have is answered with what was meant.
+
+    `elsewhere` says of options of other entry points what to do instead.
+    """
+
+    def decorated(function: Callable[P, R]) -> Callable[P, R]:
+        names = [*signature(function).parameters][1:]
+        is_constructor = function.__name__ == "__init__"
+
+        @wraps(function)
+        def checked(*args: P.args, **options: P.kwargs) -> R:
+            for name, value in options.items():
+                if name in names:
+                    continue
+                close = get_close_matches(name, names, n=1)
+                meant = f"did you mean {close[0]}=?" if close else f"the options are {names}"
+                whose = type(args[0]).__name__ if is_constructor else function.__name__
+                begin = f"{whose}({name}={repr(value)[:40]})"
+                raise OptionError(f"{begin}: {elsewhere.get(name, f'no such option: {meant}')}")
+            return function(*args, **options)
+
+        return checked
+
+    return decorated
+
+
+Close.__init__ = known_options()(Close.__init__)  # type: ignore[method-assign]
 
 
 def as_close(close: object) -> Close:

@@ -27,6 +27,7 @@ from wholebatch.options import (
     Samples,
     as_close,
     as_memory,
+    known_options,
 )
 from wholebatch.runner import AfterMicro, WindowRun
 from wholebatch.two_pass_runner import choose_runner
@@ -120,6 +121,10 @@ class WholeBatch(Member):
     _batches = 0
     """The batches of this window, if a trainer gave several."""
 
+    @known_options(
+        steps="give the whole batch and micro_batch=, the samples of a micro-batch: their number "
+        "follows. Accumulator has steps=",
+    )
     def __init__(
         self,
         model: nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module],

@@ -220,3 +220,23 @@ def test_losses_and_loaders_that_are_none() -> None:
 def test_a_step_where_no_gradient_can_be_made(mode: Any) -> None:
     with mode():
         refused(WindowError, "under torch.no_grad")
+
+
+@pytest.mark.parametrize(
+    ("make", "option", "message"),
+    [
+        (wb.WholeBatch, {"steps": 4}, r"WholeBatch\(steps=4\): give the whole batch and micro_ba"),
+        (wb.WholeBatch, {"microbatch": 4}, "did you mean micro_batch=?"),
+        (wb.WholeBatch, {"cheese": 1}, "no such option: the options are"),
+        (lambda *_, **options: wb.Close(**options), {"clip_valu": 1}, "did you mean clip_value="),
+        (wb.Accumulator, {"step": 4}, "did you mean steps=?"),
+        (wb.Accumulator, {"micro_batch": 4}, "WholeBatch has micro_batch="),
+        (wb.Accumulator, {"steps": 2, "precision": "bf16"}, "under torch.autocast"),
+    ],
+)
+def test_an_unknown_option_is_answered_with_what_was_meant(
+    make: Any, option: Any, message: str
+) -> None:
+    model = mlp()
+    with pytest.raises(wb.errors.OptionError, match=message):
+        make(model, sgd(model), **option)

@@ -27,7 +27,7 @@ from wholebatch.integrations.transformers.exact_trainer import (
 from wholebatch.losses.coupled import Coupled
 from wholebatch.losses.loss import Units
 from wholebatch.memory.budget import Budget
-from wholebatch.options import Close, Memory, Samples, close_with_only
+from wholebatch.options import Close, Memory, Samples, close_with_only, known_options
 from wholebatch.whole_batch import MicroBatch
 from wholebatch.window.replaced_attributes import replaced_attributes
 
@@ -103,6 +103,11 @@ _OF_TRL: dict[str, type[ExactTrainerMixin]] = {
 }
 
 
+@known_options(
+    steps="set gradient_accumulation_steps in the TrainingArguments",
+    clip_norm="set max_grad_norm in the TrainingArguments",
+    precision="set bf16=True or fp16=True in the TrainingArguments",
+)
 def exact(
     trainer: type[T],
     *,
