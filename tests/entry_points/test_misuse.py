@@ -59,14 +59,14 @@ def refused(kind: type[Exception], match: str, batch: Any = BATCH, **options: An
 
 
 BATCHES: dict[str, tuple[Callable[[], Any], str]] = {
-    "csr": (lambda: {**BATCH, "x": BATCH["x"].to_sparse_csr()}, "'x' has the layout .*sparse_csr"),
+    "csr": (lambda: {**BATCH, "x": BATCH["x"].to_sparse_csr()}, "'x' is a torch.sparse_csr tensor"),
     "nested": (
         lambda: {**BATCH, "x": torch.nested.nested_tensor([torch.ones(3, 5), torch.ones(2, 5)])},
         r"'x' is a nested \(jagged\) tensor",
     ),
     "empty": (lambda: {name: leaf[:0] for name, leaf in BATCH.items()}, "has no samples"),
     "nothing": (dict, "has no tensor with a first dimension"),
-    "generator": (lambda: (batch for batch in [BATCH]), "the batch is a generator, and step"),
+    "generator": (lambda: (batch for batch in [BATCH]), r"the batch \(a generator\) has no tensor"),
     "None": (lambda: None, r"the batch \(a NoneType\) has no tensor"),
 }
 
