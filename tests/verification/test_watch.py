@@ -493,6 +493,8 @@ def test_a_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shown = capsys.readouterr()
     assert "same update: train.py" in shown.out
     assert "8 windows seen; the end of the data is not known" in " ".join(shown.out.split())
+    assert run(["verify", "--windows", "2", str(script), "--", "0.01"]) == 0
+    assert "2 windows seen" in " ".join(capsys.readouterr().out.split())
     assert run(["verify", "--windows", "0", str(script), "--", "0.01"]) == 3
     shown = capsys.readouterr()
     assert "the loop ended with AssertionError: the script" in shown.out

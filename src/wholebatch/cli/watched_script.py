@@ -77,7 +77,7 @@ def run_script(script: Path, arguments: Sequence[str], *, windows: int | None) -
 def _announcement(script: Path, windows: int | None) -> str:
     where = "in a copy of its folder, which is thrown away"
     ends = {None: "after its first pass over the training data", 0: "where it ends itself"}
-    end = ends.get(windows, f"after {windows} windows")
+    end = ends.get(windows, f"after {windows} window{'s' if windows != 1 else ''}")
     return f"Running {script} for real, {where}. It stops {end}."
 
 

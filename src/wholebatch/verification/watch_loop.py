@@ -133,7 +133,7 @@ class Watch:
         recorder, windows = self._recorder, max(self._recorder.window_counts.values(), default=0)
         is_over = self._is_ending
         if self._windows:
-            is_over = windows >= self._windows + 1
+            is_over = windows >= self._windows
         elif self._windows is None and not recorder.passes.are_known:
             is_over = windows >= WITHOUT_LOADER
         if is_over:
