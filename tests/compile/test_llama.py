@@ -107,18 +107,6 @@ def test_the_rewritten_graph_makes_the_same_gradients() -> None:
     assert distance(found, [one for one in wanted if one is not None]) <= 1e-6
 
 
-def test_keys_are_not_repeated_for_16_bit_and_padding_keeps_its_mask() -> None:
-    def keys(micro: dict[str, Tensor], **options: Any) -> set[int]:
-        nodes = _traced(_model(**options), micro)[0].graph.graph.nodes
-        calls = [n for n in nodes if "attention_for_cpu.default" in str(n.target)]
-        assert all((n.kwargs.get("attn_mask") is None) == (len(n.args) == 5) for n in calls)
-        return {n.args[1].meta["val"].shape[1] for n in calls}
-
-    assert keys(_micro()) == {2}
-    assert keys(_micro(), num_key_value_heads=1, num_hidden_layers=1) == {1}
-    assert keys(_micro(padded=True)) == {4}  # It needs a mask: torch has no fused kernel for both.
-
-
 def _mask(kind: str, tokens: Tensor, dtype: torch.dtype) -> Tensor:
     place = torch.arange(tokens.shape[1])
     past = place[None, :] <= place[:, None]
