@@ -157,11 +157,3 @@ def run_rewritten(
         read = [[*casts, *buffers][place] for place in rewritten.read]
         outputs = rewritten.graph(*trained, *others, *inputs.tensors, seed, *read)
     return rewritten, list(outputs), [buffer - held for buffer in buffers]
-
-
-BETA = 1.0
-
-
-def beta() -> float:
-    """Read a global of this module, for a loss function of another one."""
-    return BETA

@@ -36,12 +36,6 @@ Case = Callable[[], Iterator[Loss]]
 
 BETA = 1.0
 GLOBAL_TENSOR = torch.ones(4)
-SETTINGS = {"loss": {"beta": 1.0}}
-MODE = "sum"
-
-
-def _beta() -> float:
-    return BETA
 
 
 def a_global() -> Iterator[Loss]:
