@@ -19,5 +19,7 @@ def test_the_lines_to_continue_with(command: Command, recipe: Write) -> None:
         ran = command(*shlex.split(line))
         assert ran.status == 0, ran.err
         assert f"update {updates}/{updates}" in ran.out
+    again = command("train", "--resume", "--out", "run")
+    assert "nothing to do: the run has its 8 updates; give --updates for more" in again.out
     page = ran.out.partition("wholebatch report ")[2].partition("\n")[0]
     assert command("report", *shlex.split(page), "--out", "page.html").status == 0

@@ -31,9 +31,7 @@ def test_the_same_batch_on_one_to_eight_ranks(command: Command) -> None:
     ("options", "is_told"),
     [
         (("--batch-size", 8, "--micro-batch", 3, "--steps", 7), True),
-        (("--batch-size", 8, "--steps", 7), True),
         (("--batch-size", 64, "--micro-batch", 8, "--steps", 4), False),
-        (("--batch-size", 64, "--steps", 4), False),
     ],
 )
 def test_fewer_steps_than_given_are_told(
