@@ -1,7 +1,7 @@
 """Measure what each rewrite of the compiled graph buys: one is switched off at a time.
 
     python benchmarks/gpu_techniques.py                       # on CUDA; prints the table
-    python benchmarks/gpu_techniques.py --rows "llama-12/without GELU/4"
+    python benchmarks/gpu_techniques.py --rows "llama-12/without products in place/4"
     python benchmarks/gpu_techniques.py --tiny --rows "llama-12/all/4"    # tries it out on a CPU
     python benchmarks/gpu_techniques.py --page                # also writes the page
 

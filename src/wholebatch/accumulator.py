@@ -106,6 +106,9 @@ class Accumulator(Member):
         precision="your loop runs the forward: put it and the loss under "
         "torch.autocast(device, torch.bfloat16); WholeBatch has precision=",
         micro_batch="your loop splits the batch; WholeBatch has micro_batch=",
+        loss="give backward() the loss of each micro-batch, or run() its function; WholeBatch "
+        "has loss=",
+        units="give it to backward(mean=loss, units=...); WholeBatch has units=",
     )
     def __init__(
         self,

@@ -36,8 +36,8 @@ def check_run_function(loss: object) -> None:
     """Refuse a loss that cannot be called with the micro-batch alone."""
     if not callable(loss):
         raise OptionError(
-            f"run({loss!r}, micro): must be a function of the micro-batch that returns a "
-            "wb.Loss; a loss that is computed already goes to backward()"
+            f"run({type(loss).__name__}, micro): must be a function of the micro-batch that "
+            "returns a wb.Loss; a loss that is computed already goes to backward()"
         )
 
 

@@ -86,7 +86,10 @@ def known_options(**elsewhere: str) -> Callable[[Callable[P, R]], Callable[P, R]
                 meant = f"did you mean {close[0]}=?" if close else f"the options are {names}"
                 whose = type(args[0]).__name__ if is_constructor else function.__name__
                 begin = f"{whose}({name}={repr(value)[:40]})"
-                raise OptionError(f"{begin}: {elsewhere.get(name, f'no such option: {meant}')}")
+                answer = elsewhere.get(name, f"no such option: {meant}")
+                if "close" in names and name in Close.__dataclass_fields__:
+                    answer = f"an option of the end of a window: close=wb.Close({name}=...)"
+                raise OptionError(f"{begin}: {answer}")
             return function(*args, **options)
 
         return checked

@@ -133,9 +133,15 @@ def test_a_checkpoint_around_head_and_loss() -> None:
     assert off(backward, F.cross_entropy(logits(model, x), y), model, data) < 1e-14
 
 
-def test_a_reentrant_checkpoint_is_named() -> None:
+@pytest.mark.parametrize("inside", ["all", "body"])  # the head outside of it gets a gradient
+def test_a_reentrant_checkpoint_is_named(inside: str) -> None:
     acc, [(x, y)] = wb.Accumulator(model := net(), None, steps=2), samples(4)
-    made = checkpoint(lambda x: logits(model, x), x.requires_grad_(), use_reentrant=True)
+    x.requires_grad_()
+    if inside == "all":
+        made = checkpoint(lambda x: logits(model, x), x, use_reentrant=True)
+    else:
+        hidden = checkpoint(model["body"], x, use_reentrant=True)  # type: ignore[index]
+        made = model["head"](hidden)  # type: ignore[index]
     with pytest.raises(UnsupportedError, match="use_reentrant=False"):
         acc.backward(mean=F.cross_entropy(made, y), units=4)
     acc.discard()

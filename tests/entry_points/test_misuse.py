@@ -232,6 +232,8 @@ def test_a_step_where_no_gradient_can_be_made(mode: Any) -> None:
         (wb.Accumulator, {"step": 4}, "did you mean steps=?"),
         (wb.Accumulator, {"micro_batch": 4}, "WholeBatch has micro_batch="),
         (wb.Accumulator, {"steps": 2, "precision": "bf16"}, "under torch.autocast"),
+        (wb.Accumulator, {"steps": 2, "loss": len}, "give backward.. the loss of each"),
+        (wb.Accumulator, {"steps": 2, "nonfinite": "skip"}, r"close=wb.Close\(nonfinite=...\)"),
     ],
 )
 def test_an_unknown_option_is_answered_with_what_was_meant(

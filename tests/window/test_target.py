@@ -64,6 +64,8 @@ def test_schedulers_and_averages_are_checked() -> None:
     stranger = torch.optim.lr_scheduler.StepLR(sgd(other), 1)
     refused(model, sgd(model), "belongs to an optimizer that is not among", scheduler=stranger)
     refused(model, sgd(model), r"scheduler=int: must have step\(\)", scheduler=3)
+    steps = torch.optim.lr_scheduler.StepLR
+    refused(model, sgd(model), "scheduler=the class StepLR: must have step", scheduler=steps)
     refused(model, sgd(model), "ema=Linear: must have update_parameters", ema=nn.Linear(1, 1))
 
 

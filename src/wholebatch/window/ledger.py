@@ -53,7 +53,7 @@ from wholebatch.window.close import (
 from wholebatch.window.close_options import CloseOptions
 from wholebatch.window.model_and_optimizer import Schedules, Target
 from wholebatch.window.observer import Observer
-from wholebatch.window.window import MicroBatch, Step, Window, refuse_units
+from wholebatch.window.window import MicroBatch, Step, Window, is_tested_window, refuse_units
 
 observers: list[Any] = []
 """Called when a window begins, closes and ends (`wb.watch` reads its units at the close)."""
@@ -354,6 +354,9 @@ class Ledger:
     ) -> None:
         """Add the gradients of totals, times their seeds, into the parameters and into `also`."""
         sync, inputs = self.sync, self.current.inputs
+        # Torch leaves it out in silence where none of the inputs lies before it in the graph.
+        if sync.runs_alone and not self.micro_batches and is_tested_window(self.number):
+            refuse_reentrant(totals)
         try:
             with sync.backward(inputs, last=last):
                 # A mean over no units adds nothing, and its backward may divide by zero.
@@ -362,9 +365,6 @@ class Ledger:
                     totals, seeds = [total for total, _ in pairs], [seed for _, seed in pairs]
                 if totals:
                     sync.run_backward(totals, seeds, [*inputs, *also] if also else inputs)
-            has_none = inputs[0].grad is None and all(p.grad is None for p in inputs)
-            if has_none and sync.adds_to_parameters:
-                refuse_reentrant(totals)  # torch finds none of the inputs in the graph
         except BaseException as error:
             self.broken = self.broken or HALF_DONE  # some gradients are in, others are not
             refuse_freed_graph(error)

@@ -152,9 +152,11 @@ def build_target(
             "use clip_norm="
         )
     schedulers = () if scheduler is None else _schedulers(scheduler, optimizers)
-    if ema is not None and not callable(getattr(ema, "update_parameters", None)):
+    if ema is not None and (
+        isinstance(ema, type) or not callable(getattr(ema, "update_parameters", None))
+    ):
         raise OptionError(
-            f"ema={type(ema).__name__}: must have update_parameters(model), as "
+            f"ema={_kind(ema)}: must have update_parameters(model), as "
             "torch.optim.swa_utils.AveragedModel has"
         )
     averaged = None if ema is None else _averaged(ema, models)
@@ -260,11 +262,15 @@ def _steps_of(scheduler: Any) -> int | None:
 def _as_list(value: Any, kind: type, name: str, wanted: str) -> list[Any]:
     values = [value] if isinstance(value, kind) else value
     if not isinstance(values, Sequence) or isinstance(values, str) or not values:
-        raise OptionError(f"{name}={type(value).__name__}: must be {wanted} or a list of them")
+        raise OptionError(f"{name}={_kind(value)}: must be {wanted} or a list of them")
     for each in values:
         if not isinstance(each, kind):
-            raise OptionError(f"{name} holds {type(each).__name__}: must be {wanted}")
+            raise OptionError(f"{name} holds {_kind(each)}: must be {wanted}")
     return list(values)
+
+
+def _kind(value: object) -> str:
+    return f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
 
 
 def _check_parameters(
@@ -321,10 +327,8 @@ def _schedulers(
     schedulers = tuple(scheduler) if isinstance(scheduler, Sequence) else (scheduler,)
     ours = [each for o in optimizers for each in (o, *getattr(o, "stands_for", ()))]
     for each in schedulers:
-        if not callable(getattr(each, "step", None)):
-            raise OptionError(
-                f"scheduler={type(each).__name__}: must have step(), called once per update"
-            )
+        if isinstance(each, type) or not callable(getattr(each, "step", None)):
+            raise OptionError(f"scheduler={_kind(each)}: must have step(), called once per update")
         theirs = getattr(each, "optimizer", None)
         if theirs is not None and not any(theirs is optimizer for optimizer in ours):
             raise OptionError(
