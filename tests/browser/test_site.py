@@ -97,14 +97,6 @@ def test_examples_of_docstrings_are_code(browser: Tab, site: str) -> None:
     assert "wholebatch.whole_batch.WholeBatch" in names
 
 
-def test_search_finds(browser: Tab, site: str) -> None:
-    from selenium.webdriver.support.ui import WebDriverWait
-
-    browser.open(f"{site}/index.html?q=accumulator", scheme="light", width=1280)
-    found = "return document.querySelectorAll('.md-search-result__item').length"
-    assert WebDriverWait(browser.driver, 30).until(lambda _: browser.run(found)) > 0
-
-
 def pages_found(browser: Tab, site: str, words: str) -> list[str]:
     """The links of the first five results, in their order."""
     from selenium.webdriver.support.ui import WebDriverWait

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -87,10 +86,6 @@ class Ran:
     status: int
     out: str
     err: str
-
-
-def command_line(*arguments: object) -> list[str]:
-    return [sys.executable, "-m", "wholebatch.cli", *map(str, arguments)]
 
 
 def environment_of(**more: str) -> dict[str, str]:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 from wholebatch.cli.recipes.recipe_batches import Batches, EmptyShare, Position
 from wholebatch.errors import RecipeError, StateError
@@ -61,14 +61,6 @@ def test_every_epoch_has_every_sample_once_and_the_short_batch_too(source: str) 
         assert [len(batch) for batch in epoch] == [4, 4, 3]
         assert sorted(sample[0] for batch in epoch for sample in batch) == list(range(11))
     assert feed.position == Position(2, 3)
-
-
-def test_epochs_and_seeds_have_orders_of_their_own() -> None:
-    feed = batches("dataset")
-    orders = [[s[0] for _ in range(3) for s in as_lists(feed.take())] for _ in range(2)]
-    other = batches("dataset", seed=6)
-    orders.append([s[0] for _ in range(3) for s in as_lists(other.take())])
-    assert len({tuple(order) for order in orders}) == 3
 
 
 @pytest.mark.parametrize("source", SOURCES)
@@ -131,14 +123,6 @@ def test_the_model_s_random_numbers_are_left_alone() -> None:
     assert (torch.rand(()).item(), random.random(), numpy.random.rand()) == expected
 
 
-def test_default_collate_and_lists_of_samples() -> None:
-    x, y = torch.arange(6.0).view(3, 2), torch.arange(3)
-    feed = Batches(lambda: TensorDataset(x, y), batch_size=3, seed=0)
-    taken_x, taken_y = feed.take()
-    assert torch.equal(taken_x, x[taken_y])
-    assert Batches(lambda: [{"a": 1}, {"a": 2}], batch_size=2, seed=0).take()["a"].sum() == 3
-
-
 @pytest.mark.parametrize(
     ("data", "message"),
     [
@@ -182,25 +166,3 @@ def test_the_checksum_of_the_data_is_that_of_samples_that_stay() -> None:
             return [index, other.random(), 0.0, 0.0]
 
     assert of(Drawn) is None  # other samples each time: nothing can be said of them
-
-
-def test_batches_that_grow_go_on_where_they_stopped() -> None:
-    def feed() -> Batches:
-        build = SOURCES["dataset"]
-        times = [1, 1, 2, 1, 3, 1, 1, 2]
-        return Batches(
-            build, batch_size=2, seed=5, collate=torch.tensor, times=lambda number: times[number]
-        )
-
-    straight = feed()
-    taken = [as_lists(straight.take()) for _ in range(8)]
-    assert [len(batch) for batch in taken] == [2, 2, 4, 2, 1, 2, 2, 4]
-    epoch = [sample[0] for batch in taken[:5] for sample in batch]
-    assert sorted(epoch) == list(range(11))
-    for place in range(1, 8):
-        before = feed()
-        for _ in range(place):
-            before.take()
-        resumed = feed()
-        resumed.load_state_dict(deepcopy(before.state_dict()))
-        assert as_lists(resumed.take()) == taken[place]

@@ -39,7 +39,7 @@ def test_digits_cnn_makes_the_update_of_the_whole_batch_through_batchnorm(
     path.write_text(exact, encoding="utf-8")
     for micro in (64, 24):  # 24, 24 and 16: uneven
         ran = command(
-            "train", path, "--batch-size", 64, "--micro-batch", micro, "--updates", 3,
+            "train", path, "--batch-size", 64, "--micro-batch", micro, "--updates", 2,
             "--out", f"by-{micro}", "--clip-norm", 0.5,
         )  # fmt: skip
         assert ran.status == 0, ran.err

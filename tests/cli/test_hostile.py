@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
+import resource
 import shutil
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from tests import processes
-from tests.cli.helpers import NOISY, Ran, environment_of
+from tests.cli.helpers import NOISY, Ran
 from tests.cli.test_resume import assert_same_run
 from wholebatch.cli.metrics import Metrics
 
@@ -81,31 +83,26 @@ def test_a_run_that_cannot_be_resumed(
     assert message in line
 
 
-def limited(tmp_path: Path, recipe: Path, size: int, *options: object) -> Ran:
-    """`train` in a process whose files may not grow beyond `size` bytes: as a disk that fills."""
-    program = tmp_path / "limited.py"
-    program.write_text(
-        "import resource, sys\n"
-        "sys.dont_write_bytecode = True\n"  # a module cut off at that size would stay
-        f"resource.setrlimit(resource.RLIMIT_FSIZE, ({size}, {size}))\n"
-        "from wholebatch.cli import main\n"
-        "sys.exit(main(sys.argv[1:]))\n"
-    )
-    done = processes.run(
-        program,
-        *map(str, ("train", recipe, "--out", "run", *options)),
-        cwd=tmp_path,
-        environment=environment_of(),
-        timeout=120,
-    )
-    return Ran(done.returncode, done.stdout, done.stderr)
+@contextmanager
+def no_file_beyond(size: int) -> Iterator[None]:
+    """Limit the files that this process writes to `size` bytes: as a disk that fills."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_a_disk_that_fills_at_a_checkpoint(command: Command, recipe: Write, tmp_path: Path) -> None:
+def test_a_disk_that_fills_at_a_checkpoint(
+    command: Command, recipe: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Eight kilobytes are too few for the first checkpoint; what was there before is kept."""
     path = recipe(NOISY)
     assert command("train", path, "--out", "run", "--updates", 2).status == 0
-    ran = limited(tmp_path, path, 8_000, "--resume", "--updates", 6)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # a module cut off would stay
+    with no_file_beyond(8_000):
+        ran = command("train", path, "--out", "run", "--resume", "--updates", 6)
     assert ran.status == 2
     assert (
         "error: cannot write checkpoint run/checkpoints/window-00000004: File too large" in ran.err

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -65,28 +64,6 @@ def test_the_command_line_wins_over_the_recipe_and_that_over_the_default() -> No
     )
     assert (config.batch_size, config.micro_batch, config.updates) == (8, 3, 7)
     assert (config.precision, config.seed, config.clip_norm) == ("full", 0, None)
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "expected"),
-    [
-        ("micro_batch", "auto", "auto"),
-        ("micro_batch", "16", 16),
-        ("micro_batch", "4096tokens", "4096 tokens"),
-        ("precision", "bf16-pure", "bf16-pure"),
-        ("clip_norm", 1, 1.0),
-        ("seed", 0, 0),
-    ],
-)
-def test_what_is_allowed(name: str, value: Any, expected: Any) -> None:
-    found = getattr(resolve({name: value}, {}, stored=None), name)
-    assert found == expected
-    assert type(found) is type(expected)
-
-
-def test_a_bad_default_is_told_as_the_recipe_s() -> None:
-    with pytest.raises(OptionError, match=r"the recipe's defaults\['updates'\] 0: must be"):
-        resolve(Given(), {"updates": 0}, stored=None)
 
 
 def test_a_stored_run_may_get_longer_but_not_another() -> None:

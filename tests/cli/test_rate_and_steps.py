@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,16 +14,6 @@ from wholebatch.window.window import Step
 
 Command = Callable[..., Ran]
 Recipe = Callable[..., Path]
-
-
-def test_warm_up_and_a_scaled_rate(command: Command, recipe: Recipe, tmp_path: Path) -> None:
-    options = ("--warmup", 4, "--lr-rule", "sqrt:40", "--lr", 0.1)
-    ran = command("train", recipe(EXACT), *options, "--updates", 6, "--out", "run")
-    assert ran.status == 0, ran.err
-    rates = [record["lr"] for record in metrics_of(tmp_path / "run")]
-    full = 0.1 * math.sqrt(10 / 40)
-    assert rates == pytest.approx([full * share for share in (0.25, 0.5, 0.75, 1, 1, 1)])
-    assert "learning rate 0.05" in ran.out
 
 
 def test_a_scheduler_of_the_recipe_warms_up_itself(command: Command, recipe: Recipe) -> None:

@@ -77,11 +77,6 @@ def test_what_is_wrong_is_said(recipe: Write, what: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_no_such_file() -> None:
-    with pytest.raises(RecipeError, match=r"'no/such.py': there is no such file; the embedded"):
-        load_recipe("no/such.py")
-
-
 def test_errors_in_its_functions_name_the_line(recipe: Write) -> None:
     path = recipe(EXACT, ("    return nn.Sequential", "    raise KeyError('x')\n    return nn.Seq"))
     with pytest.raises(RecipeError, match=r"mine.py:11, in model: model\(\) failed: KeyError: 'x'"):
@@ -89,19 +84,6 @@ def test_errors_in_its_functions_name_the_line(recipe: Write) -> None:
     path = recipe(EXACT, ("    return nn.Sequential", "    return 7 or nn.Sequential"))
     with pytest.raises(RecipeError, match=r"model\(\) returned a int, not an nn.Module"):
         load_recipe(str(path)).build_model()
-
-
-def test_optimizer_is_adamw_unless_the_recipe_has_one(recipe: Write) -> None:
-    plain = load_recipe(str(recipe(EXACT)))
-    optimizer = plain.build_optimizer(plain.build_model(), lr=None)
-    assert isinstance(optimizer, torch.optim.AdamW)
-    assert optimizer.param_groups[0]["lr"] == 1e-3
-    assert plain.build_optimizer(plain.build_model(), lr=0.5).param_groups[0]["lr"] == 0.5
-    own = "\ndef optimizer(model):\n    return torch.optim.SGD(model.parameters(), lr=0.1)\n"
-    mine = load_recipe(str(recipe(EXACT + own)))
-    optimizer = mine.build_optimizer(mine.build_model(), lr=0.25)
-    assert isinstance(optimizer, torch.optim.SGD)
-    assert optimizer.param_groups[0]["lr"] == 0.25
 
 
 def test_lr_is_refused_where_groups_have_rates_of_their_own(recipe: Write) -> None:
@@ -152,3 +134,16 @@ def test_samples_that_cannot_be_put_together_are_told_in_one_line(
         assert ran.err.startswith("error: KeyError: 'x', at ")
     ran = command("train", recipe(NOISY, ("def data", "def validation(): return []\n\n\ndef data")))
     assert "error: the recipe's validation() is empty" in ran.err
+
+
+def test_optimizer_is_adamw_unless_the_recipe_has_one(recipe: Write) -> None:
+    plain = load_recipe(str(recipe(EXACT)))
+    optimizer = plain.build_optimizer(plain.build_model(), lr=None)
+    assert isinstance(optimizer, torch.optim.AdamW)
+    assert optimizer.param_groups[0]["lr"] == 1e-3
+    assert plain.build_optimizer(plain.build_model(), lr=0.5).param_groups[0]["lr"] == 0.5
+    own = "\ndef optimizer(model):\n    return torch.optim.SGD(model.parameters(), lr=0.1)\n"
+    mine = load_recipe(str(recipe(EXACT + own)))
+    optimizer = mine.build_optimizer(mine.build_model(), lr=0.25)
+    assert isinstance(optimizer, torch.optim.SGD)
+    assert optimizer.param_groups[0]["lr"] == 0.25

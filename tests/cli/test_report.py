@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.helpers import EXACT, Ran
-from wholebatch.cli.metrics import Metrics, scalars_of
+from wholebatch.cli.metrics import Metrics
 
 Command = Callable[..., Ran]
 Write = Callable[..., Path]
@@ -141,15 +141,6 @@ def test_a_file_that_tune_wrote_is_read(command: Command, recipe: Write, tmp_pat
     assert "micro-batch 5, full, eager" in (tmp_path / "report.html").read_text(encoding="utf-8")
 
 
-def test_what_a_run_costs(command: Command, runs: Path) -> None:
-    lines = (runs / "first/metrics.jsonl").read_text().splitlines()
-    seconds = sum(json.loads(line)["seconds"] for line in lines)
-    assert command("report", "first", "--price", 3600).status == 0
-    text = (runs / "report.html").read_text(encoding="utf-8")
-    assert f"<th>cost</th><td>{seconds:.4g}</td>" in text
-    assert f"<th>cost of an epoch</th><td>{seconds:.4g}</td>" in text  # three batches
-
-
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -195,11 +186,6 @@ def test_metrics_beyond_the_checkpoint_are_cut_off(tmp_path: Path) -> None:
     assert list((tmp_path / "tensorboard").glob("events.*"))
 
 
-def test_numbers_that_cannot_be_drawn_are_left_out() -> None:
-    record = {"window": 3, "loss": float("inf"), "lr": [0.1, 0.2], "terms": {"a": 1.0}}
-    assert scalars_of(record) == {"lr/0": 0.1, "lr/1": 0.2, "terms/a": 1.0}
-
-
 @pytest.mark.slow
 def test_wandb_offline_and_resumed(
     command: Command, recipe: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -213,3 +199,12 @@ def test_wandb_offline_and_resumed(
     assert command("train", "--resume", "--out", "run", "--updates", 3).status == 0
     assert (tmp_path / "run/wandb-id.txt").read_text() == number
     assert len(list((tmp_path / "run/wandb").glob(f"offline-run-*-{number}"))) == 2
+
+
+def test_what_a_run_costs(command: Command, runs: Path) -> None:
+    lines = (runs / "first/metrics.jsonl").read_text().splitlines()
+    seconds = sum(json.loads(line)["seconds"] for line in lines)
+    assert command("report", "first", "--price", 3600).status == 0
+    text = (runs / "report.html").read_text(encoding="utf-8")
+    assert f"<th>cost</th><td>{seconds:.4g}</td>" in text
+    assert f"<th>cost of an epoch</th><td>{seconds:.4g}</td>" in text  # three batches

@@ -37,14 +37,13 @@ def assert_same_run(one: Path, other: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", ["SIGINT", "SIGTERM"])
 def test_a_signal_finishes_the_window_saves_and_tells_how_to_go_on(
-    process: Command, recipe: Write, tmp_path: Path, number: str
+    process: Command, recipe: Write, tmp_path: Path
 ) -> None:
     path = recipe(NOISY)
     assert process("train", path, "--out", "straight").status == 0
     # Three micro-batches a window: the signal comes in the first of window 3.
-    stopped = process("train", path, "--out", "stopped", STOP_AT="7", STOP_BY=number)
+    stopped = process("train", path, "--out", "stopped", STOP_AT="7", STOP_BY="SIGTERM")
     assert stopped.status == 130
     assert "stopped after update 3 of 6; checkpoint stopped/checkpoints/" in stopped.out
     assert "Continue with: wholebatch train --resume --out stopped\n" in stopped.out
@@ -60,7 +59,7 @@ SOURCES = {"dataset": None, "loader": LOADER}
 
 
 @pytest.mark.parametrize("source", SOURCES)
-@pytest.mark.parametrize("stop_at", ["1", "6", "13"])
+@pytest.mark.parametrize("stop_at", ["6", "13"])
 def test_stopped_anywhere(
     command: Command,
     recipe: Write,
@@ -69,7 +68,7 @@ def test_stopped_anywhere(
     source: str,
     stop_at: str,
 ) -> None:
-    """In the first window, at a window's last micro-batch, and in the next epoch."""
+    """At a window's last micro-batch, and in the next epoch."""
     data = SOURCES[source]
     path = recipe(NOISY, *([data] if data else []))
     assert command("train", path, "--out", "straight").status == 0
@@ -79,28 +78,6 @@ def test_stopped_anywhere(
     ran = command("train", "--resume", "--out", "stopped")
     assert ran.status == 0, ran.err
     assert_same_run(tmp_path / "straight", tmp_path / "stopped")
-
-
-def test_a_longer_run_goes_on_from_a_finished_one(
-    command: Command, recipe: Write, tmp_path: Path
-) -> None:
-    path = recipe(NOISY)
-    assert command("train", path, "--out", "straight", "--updates", 9).status == 0
-    assert command("train", path, "--out", "longer", "--updates", 5).status == 0
-    again = command("train", "--resume", "--out", "longer")
-    assert again.status == 0
-    assert "nothing to do: the run has its 5 updates; give --updates for more" in again.out
-    assert command("train", "--resume", "--out", "longer", "--updates", 9).status == 0
-    assert_same_run(tmp_path / "straight", tmp_path / "longer")
-
-
-def test_resume_begins_a_run_that_is_not_there(
-    command: Command, recipe: Write, tmp_path: Path
-) -> None:
-    path = recipe(NOISY)
-    assert command("train", path, "--out", "straight").status == 0
-    assert command("train", path, "--resume", "--out", "here").status == 0
-    assert_same_run(tmp_path / "straight", tmp_path / "here")
 
 
 @pytest.mark.slow
@@ -205,3 +182,12 @@ def test_a_run_is_written_by_one_process(command: Command, recipe: Write, tmp_pa
         ran = command("train", "--resume", "--out", "here", "--updates", 9)
     assert ran.status == 2
     assert ran.err == "error: here is being written by another process; wait, or stop it\n"
+
+
+def test_resume_begins_a_run_that_is_not_there(
+    command: Command, recipe: Write, tmp_path: Path
+) -> None:
+    path = recipe(NOISY)
+    assert command("train", path, "--out", "straight").status == 0
+    assert command("train", path, "--resume", "--out", "here").status == 0
+    assert_same_run(tmp_path / "straight", tmp_path / "here")

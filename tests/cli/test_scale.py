@@ -31,9 +31,7 @@ def test_the_same_batch_on_one_to_eight_ranks(command: Command) -> None:
     ("options", "is_told"),
     [
         (("--batch-size", 8, "--micro-batch", 3, "--steps", 7), True),
-        (("--batch-size", 8, "--steps", 7), True),
         (("--batch-size", 64, "--micro-batch", 8, "--steps", 4), False),
-        (("--batch-size", 64, "--steps", 4), False),
     ],
 )
 def test_fewer_steps_than_given_are_told(
@@ -53,15 +51,6 @@ def test_the_three_rules_for_the_warm_up(command: Command) -> None:
     assert "63 over the same samples" in said
     assert "500 over the same updates" in said
     assert "4,000, times 8 like the batch" in said
-
-
-@pytest.mark.parametrize(("rule", "factor"), [("sqrt", 2), ("linear", 4), (None, 4)])
-def test_a_rule_without_a_rate_shows_the_factor(
-    command: Command, rule: str | None, factor: int
-) -> None:
-    options = ("--lr-rule", rule) if rule else ()
-    ran = command("scale", "--batch-size", 64, "--micro-batch", 8, "--base-batch", 16, *options)
-    assert f"16 → 64: ×{factor} ({rule or 'linear'}: " in ran.out
 
 
 @pytest.mark.parametrize(

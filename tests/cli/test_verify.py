@@ -89,14 +89,6 @@ def test_a_recipe_that_is_not(recipe: Path, capsys: pytest.CaptureFixture[str]) 
     assert main(["verify", str(recipe)]) == 0
 
 
-def test_json(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["--micro-batch", "7", "--clip-norm", "0.1", "--json"]
-    assert main(["verify", str(recipe), *options]) == 0
-    data = json.loads(capsys.readouterr().out)
-    assert data["same"] is True
-    assert data["micro_batches"] == 3
-
-
 def test_loops(loop: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", f"{loop}:right"]) == 0
     assert "loop.py:right" in capsys.readouterr().out

@@ -67,46 +67,6 @@ def tagged(number: int, length: int = 6) -> Micro:
     return {"x": tokens, "y": labels.masked_fill(torch.arange(length) >= counted, -100)}
 
 
-class Encoder(nn.Module):
-    """Texts with a padding mask in their attention, and an output that is tied."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(5)
-        self.token = nn.Embedding(13, 8, padding_idx=0)
-        self.place = nn.Embedding(32, 8)
-        self.norm = nn.LayerNorm(8)
-        self.qkv = nn.Linear(8, 24)
-        self.up = nn.Linear(8, 16)
-        self.down = nn.Linear(16, 8)
-        self.read = nn.Linear(8, 13, bias=False)
-        self.read.weight = self.token.weight
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        rows, length = tokens.shape
-        keep = (tokens != 0)[:, None, None, :]
-        x = self.token(tokens) + self.place(torch.arange(length, device=tokens.device))
-        q, k, v = (
-            part.view(rows, length, 2, 4).transpose(1, 2)
-            for part in self.qkv(self.norm(x)).split(8, dim=2)
-        )
-        mixed = functional.scaled_dot_product_attention(q, k, v, attn_mask=keep)
-        x = x + mixed.transpose(1, 2).reshape(rows, length, 8)
-        logits: Tensor = self.read(x + self.down(functional.gelu(self.up(x))))
-        return logits
-
-
-def texts(seed: int, number: int = 14, longest: int = 16) -> Micro:
-    """Padded to the longest; each has a length of its own."""
-    generator = torch.Generator().manual_seed(seed)
-    lengths = torch.randint(2, longest + 1, (number, 1), generator=generator)
-    lengths[0] = longest
-    beyond = torch.arange(longest) >= lengths
-    tokens = torch.randint(1, 13, (number, longest), generator=generator)
-    labels = torch.randint(0, 13, (number, longest), generator=generator)
-    return {"x": tokens.masked_fill(beyond, 0), "y": labels.masked_fill(beyond, -100)}
-
-
 def loss(model: nn.Module, micro: Micro) -> wb.Loss:
     return wb.cross_entropy(model(micro["x"]), micro["y"])
 
@@ -141,7 +101,6 @@ def steps_of(train: wb.WholeBatch) -> dict[Key, Prepared]:
 
 
 __all__ = [
-    "Encoder",
     "Micro",
     "Tagger",
     "loss",
@@ -151,7 +110,6 @@ __all__ = [
     "samples",
     "steps_of",
     "tagged",
-    "texts",
     "trace_of",
     "traced",
 ]
@@ -199,11 +157,3 @@ def run_rewritten(
         read = [[*casts, *buffers][place] for place in rewritten.read]
         outputs = rewritten.graph(*trained, *others, *inputs.tensors, seed, *read)
     return rewritten, list(outputs), [buffer - held for buffer in buffers]
-
-
-BETA = 1.0
-
-
-def beta() -> float:
-    """Read a global of this module, for a loss function of another one."""
-    return BETA

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import warnings
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-import wholebatch as wb
-from tests.compile.nets import Micro, Tagger, mean_of_tokens, mode_of, tagged, traced
+from tests.compile.nets import Tagger, mean_of_tokens, mode_of, tagged, traced
 from tests.support import Whole
 from wholebatch.compile import gradient_buffers
 from wholebatch.compile.gradient_buffers import Gradients
@@ -46,39 +44,6 @@ def test_no_second_set_of_gradients_is_made_and_unused_layers_have_none() -> Non
         train.step(tagged(10), after_micro=look)
     assert mode_of(train) == "operations"
     whole.assert_same(model)
-
-
-def test_sparse_gradients_stay_sparse() -> None:
-    class Sparse(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(1)
-            self.embed = nn.Embedding(11, 11, sparse=True)
-
-        def forward(self, tokens: Tensor) -> Tensor:
-            logits: Tensor = self.embed(tokens)
-            return logits
-
-    model = Sparse()
-    optimizer = torch.optim.SparseAdam(model.parameters(), lr=0.01)
-    train = wb.WholeBatch(
-        model, optimizer, loss=_summed, micro_batch=4, execute="compile", audit=False
-    )
-    seen = []
-
-    def look(done: int, of: int) -> None:
-        assert model.embed.weight.grad is not None
-        seen.append(model.embed.weight.grad.is_sparse)
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that no graph is possible is said elsewhere
-        for _ in range(2):
-            train.step(tagged(8), after_micro=look)
-    assert seen == [True] * 4
-
-
-def _summed(model: nn.Module, micro: Micro) -> wb.Loss:
-    return wb.cross_entropy(model(micro["x"]), micro["y"])
 
 
 def test_buffers_count_their_own_changes() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,53 +16,6 @@ from wholebatch.compile import ExecuteWarning, kinds
 from wholebatch.compile.execute_mode import CannotTrace
 from wholebatch.compile.graph_check import _hold_against
 from wholebatch.errors import OptionError
-
-
-class Wrapped(nn.Module):
-    """An MLP whose forward does something more."""
-
-    def __init__(self, more: Callable[[Wrapped, Tensor], Tensor]) -> None:
-        super().__init__()
-        self.inner = mlp()
-        self.more = more
-        self.calls = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.inner(self.more(self, x))
-        return out
-
-
-def counts(model: Wrapped, x: Tensor) -> Tensor:
-    model.calls += 1
-    return x
-
-
-def keeps(model: Wrapped, x: Tensor) -> Tensor:
-    model.last = x
-    return x
-
-
-@pytest.mark.parametrize(
-    ("model", "reason"),
-    [
-        (lambda: Wrapped(counts), "it changes the model.calls, which a graph would do only once"),
-        (lambda: Wrapped(keeps), "it changes the model.last, which a graph would do only once"),
-    ],
-)
-def test_runs_eagerly_and_says_why_once(model: Callable[[], nn.Module], reason: str) -> None:
-    made = model()
-    whole = Whole(made)
-    train = traced(made)
-    with pytest.warns(ExecuteWarning, match=reason) as said:
-        train.step(samples(10))
-    train.step(samples(10))
-    whole.step(samples(10))
-    assert len(said) == 1
-    whole.step(samples(10))
-    train.step(samples(10))  # a second warning would be an error here
-    whole.step(samples(10))
-    assert mode_of(train) == "eager"
-    whole.assert_same(made)
 
 
 def test_a_model_that_is_compiled_already_stays_as_it_is() -> None:

@@ -45,12 +45,11 @@ class Pair(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.q, self.k = nn.Linear(5, 3), nn.Linear(5, 3).requires_grad_(False)
-        self.register_buffer("shift", torch.zeros(3))
         self.constant = torch.zeros(3, dtype=torch.float64)
         self.double()
 
     def forward(self, x: Tensor) -> Tensor:
-        logits: Tensor = self.q(x) - self.k(x) + self.shift + self.constant
+        logits: Tensor = self.q(x) - self.k(x) + self.constant
         return logits
 
 
@@ -181,9 +180,6 @@ ROWS: dict[str, Row] = {
     "other memory of a frozen weight": Row(
         Pair, entropy, before(2, lambda m: setattr(m.k.bias, "data", TWO.clone()))
     ),
-    "other memory of a buffer": Row(
-        Pair, entropy, before(2, lambda m: setattr(m.shift, "data", TWO.clone()))
-    ),
     "other memory of a tensor that is no parameter": Row(
         Pair, entropy, before(2, lambda m: setattr(m.constant, "data", TWO.clone()))
     ),
@@ -196,7 +192,6 @@ ROWS: dict[str, Row] = {
     "merged low-rank products": Row(Merges, entropy, merge),
     "a forward that moves a frozen weight": Row(Follows, entropy, ends="eager"),
     "a forward that moves a trained weight": Row(Decays, entropy, ends="eager"),
-    "attributes of parameters": Row(with_attributes, regularised),
     "attributes of parameters that change": Row(with_attributes, regularised, toggled),
     "attributes of parameters, with dropout": Row(lambda: with_attributes(0.5), regularised),
     "code that asks if it is compiled": Row(

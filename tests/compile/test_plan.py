@@ -48,20 +48,6 @@ def test_what_was_asked_for_is_done_at_once() -> None:
     assert not compile_.captures
 
 
-def test_the_first_graph_is_made_where_it_can_be_compared() -> None:
-    assert not ExecutePlan.of("graph", CUDA).prepares(0, 9, first=False)
-
-
-def test_kinds_are_bounded_and_must_come_again() -> None:
-    graph, compile_ = ExecutePlan.of("graph", CUDA), ExecutePlan.of("compile", CPU)
-    assert not graph.prepares(1, 1, first=False)
-    assert graph.prepares(1, 2, first=False)
-    assert graph.prepares(15, 2, first=False)
-    assert not graph.prepares(16, 2, first=False)
-    assert not graph.compiles_at_once(3)
-    assert not compile_.prepares(3, 2, first=False)
-
-
 def test_kinds_that_share_a_graph_use_it_at_once() -> None:
     graph, compile_ = ExecutePlan.of("graph", CUDA), ExecutePlan.of("compile", CPU)
     assert graph.prepares(1, 1, first=False, shared=0)
@@ -85,8 +71,3 @@ def test_auto_traces_another_kind_when_it_has_trained_for_as_long_as_it_has_prep
     graph = ExecutePlan.of("graph", CUDA)
     graph.spent = 1e9
     assert graph.prepares(1, 2, first=False)
-
-
-def test_a_cpu_is_left_eager() -> None:
-    assert ExecutePlan.of("auto", CPU).eager
-    assert ExecutePlan.of("eager", CUDA).eager

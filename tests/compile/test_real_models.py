@@ -31,7 +31,6 @@ class Wrapped(nn.Module):
         self.inner = mlp()
         self.more = more
         self.rate = 0.0
-        self.register_buffer("flag", torch.ones(()))
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.inner(self.more(self, x))
@@ -42,10 +41,6 @@ def drops_layers(model: Any, x: Tensor) -> Tensor:
     if torch.rand([]) < model.rate:
         return x
     return 2 * x
-
-
-def makes_tensors(_: Any, x: Tensor) -> Tensor:
-    return x * torch.tensor(2.0, dtype=x.dtype) + torch.tensor([1.0, 2, 3, 4, 5], dtype=x.dtype)
 
 
 def asserts(_: Any, x: Tensor) -> Tensor:
@@ -63,18 +58,12 @@ def hooked(function: Callable[..., Any]) -> nn.Module:
     return model
 
 
-def make_inputs_require_grads(module: Any, input: Any, output: Any) -> None:
-    output.requires_grad_(True)
-
-
 @pytest.mark.parametrize(
     "make",
     [
         lambda: Wrapped(drops_layers),
-        lambda: Wrapped(makes_tensors),
         lambda: Wrapped(asserts),
         lambda: Wrapped(has_a_distribution),
-        lambda: hooked(make_inputs_require_grads),
     ],
 )
 def test_is_one_graph_with_the_update_of_the_undivided_batch(make: Any) -> None:
@@ -107,10 +96,6 @@ def decides_by_data(_: Any, x: Tensor) -> Tensor:
     return 2 * x if (x < 100.0).all() else x
 
 
-def decides_by_a_buffer(model: Any, x: Tensor) -> Tensor:
-    return 2 * x if model.flag > 0 else x
-
-
 def decides_by_a_weight(model: Any, x: Tensor) -> Tensor:
     return 2 * x if model.inner[0].weight.sum() < 100.0 else x
 
@@ -125,10 +110,8 @@ def casts(model: Any, x: Tensor) -> Tensor:
     ("make", "reason"),
     [
         (lambda: Wrapped(decides_by_data), r"test_real_models.py, line \d+: return 2 \* x if \(x"),
-        (lambda: Wrapped(decides_by_a_buffer), "line .* if model.flag > 0"),
         (lambda: Wrapped(decides_by_a_weight), "line .* if model.inner"),
         (lambda: hooked(lambda *_: None), "0 has forward hooks"),
-        (lambda: hooked(lambda m, i, o: o.retain_grad()), "0 has forward hooks"),
     ],
 )
 def test_a_value_that_may_differ_next_time_is_refused(make: Any, reason: str) -> None:
@@ -227,7 +210,7 @@ class Recurrent(nn.Module):
         return logits
 
 
-@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+@pytest.mark.parametrize("kind", [nn.LSTM])
 def test_recurrent_layers_run_eagerly(kind: Any) -> None:
     model = Recurrent(kind).double()
     whole = Whole(model)

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import wholebatch as wb
-from tests.compile.nets import Encoder, loss, texts, trace_of
-from tests.support import distance
+from tests.compile.nets import trace_of
 from wholebatch.compile.graph_inputs import take_apart
-from wholebatch.compile.graph_rewrite import rewrite
 from wholebatch.compile.symbolic_sizes import differing, pattern
-from wholebatch.compile.trace import Traced
 from wholebatch.window.precision import choose
 
 
@@ -49,37 +45,3 @@ def test_what_is_open_and_what_goes_together() -> None:
     assert sizes is not None
     assert sizes.admit(kind(7, 6))
     assert not sizes.admit(kind(1, 6))
-
-
-def traced_of(model: nn.Module, number: int, length: int, *others: int) -> Traced:
-    """The graph for texts of this size, or, if others are given, for any number."""
-    keys = [take_apart(texts(1, other, other)).key for other in others]
-    return trace_of(model, loss, texts(1, number, length), choose("bf16", "cpu"), *keys)
-
-
-def results_of(model: nn.Module, graph: Traced, *sizes: int) -> list[Tensor]:
-    """Outputs and gradients of the rewritten graph for texts of this size."""
-    micro = take_apart(texts(1, *sizes))
-    trained = [parameter.detach() for parameter in model.parameters()]
-    buffers = [torch.zeros_like(parameter) for parameter in trained]
-    rewritten = rewrite(graph, len(trained), [torch.float32] * len(trained))
-    casts = [trained[index].to(dtype) for index, dtype in rewritten.casts]
-    leading = () if graph.sizes is None else sizes
-    arguments = [*leading, *trained, *micro.tensors, torch.tensor(0.5), *casts, *buffers]
-    with torch.no_grad():
-        return [*rewritten.graph(*arguments), *buffers]
-
-
-def test_graphs_of_open_sizes_are_rewritten_as_others_are() -> None:
-    model = Encoder()
-    number = len(list(model.parameters()))
-    dtypes = [torch.float32] * number
-    own, of_all = traced_of(model, 3, 7), traced_of(model, 6, 16, 4)
-    one, other = (rewrite(graph, number, dtypes, products=True) for graph in (own, of_all))
-    assert replace(other, graph=one.graph) == one  # as much is fused
-    assert other.fused["products"] == 4
-    nodes = other.graph.graph.nodes
-    reads = [node for node in nodes if node.target is torch.ops.aten.sym_size.int]
-    assert len(reads) <= 2  # beside the logits; nothing is held only to be measured
-    wanted = results_of(model, own, 3, 7)
-    assert distance(results_of(model, of_all, 3, 7), wanted) <= 1e-6

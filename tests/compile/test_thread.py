@@ -6,13 +6,11 @@ import threading
 from typing import Any
 
 import pytest
-import torch
 
 import wholebatch as wb
 from tests.compile.nets import mode_of, steps_of, traced
 from tests.support import Whole, mlp, samples
 from wholebatch.compile import ExecuteWarning, joint_graph
-from wholebatch.compile.compile_thread import in_a_thread
 from wholebatch.compile.execute_mode import ExecutePlan
 
 
@@ -76,12 +74,3 @@ def test_a_compiler_that_fails_leaves_eager_code(monkeypatch: pytest.MonkeyPatch
         windows()
     assert mode_of(train) == "eager"
     whole.assert_same(model)
-
-
-def test_what_the_thread_raises_is_raised_where_it_is_asked_for() -> None:
-    def fails() -> Any:
-        raise ValueError("mine")
-
-    future = in_a_thread(fails, torch.device("cpu"))
-    with pytest.raises(ValueError, match="mine"):
-        future.result()

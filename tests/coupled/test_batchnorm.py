@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -31,30 +30,6 @@ def statistics(model: nn.Module) -> dict[str, Tensor]:
 
 def close(got: dict[str, Tensor], want: dict[str, Tensor]) -> bool:
     return all(torch.allclose(got[n], want[n], rtol=1e-12, atol=1e-13) for n in want)
-
-
-def test_freeze_leaves_forward_as_found() -> None:
-    model = first_layer()
-    policy = choose("freeze", model)
-    assert "forward" in model[1].__dict__
-    policy.detach()
-    assert "forward" not in model[1].__dict__
-    model(data())
-    assert model[1].num_batches_tracked == 1
-
-
-def test_freeze_runs_in_evaluation_mode_whatever_train_says() -> None:
-    model = first_layer()
-    model[1].running_mean.fill_(0.7)
-    want = copy.deepcopy(model).eval()(data())
-    policy = choose("freeze", model)
-    model.train()
-    before = statistics(model)
-    assert torch.equal(model(data()), want)
-    assert model[1].training
-    assert close(statistics(model), before)
-    policy.detach()
-    assert not torch.equal(model(data()), want)
 
 
 def test_refuse_names_the_layers() -> None:

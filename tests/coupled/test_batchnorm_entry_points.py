@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import wholebatch as wb
-from tests.support import Whole, loss, mean, pieces, samples, sgd, summed
+from tests.support import Whole, loss, mean, samples, sgd, summed
 
 
 def normed() -> nn.Sequential:
@@ -24,16 +24,6 @@ def normed() -> nn.Sequential:
         nn.ReLU(),
         nn.Linear(12, 3),
     ).double()
-
-
-def test_a_model_in_evaluation_mode_is_split() -> None:
-    model = normed().eval()
-    whole = Whole(model)
-    whole.step(samples(9))
-    acc = wb.Accumulator(model, sgd(model), steps=2)
-    for micro in acc.over(pieces(samples(9), [4, 5])):
-        acc.backward(summed(model, micro), units=len(micro["y"]))
-    whole.assert_same(model)
 
 
 def test_accumulator_refuses_by_name() -> None:

@@ -106,21 +106,6 @@ def test_dropout_is_the_same_in_both_passes(name: str) -> None:
     assert torch.equal(torch.get_rng_state(), after)
 
 
-@pytest.mark.parametrize("micro_batch", [2, 5])
-def test_exact_batchnorm_inside_the_towers(micro_batch: int) -> None:
-    model = Clip(norm=True)
-    whole = Whole(model, loss=mean_of("clip"))
-    optimizer = sgd(model)
-    seen = Seen(model, optimizer)
-    train = wb.WholeBatch(model, optimizer, loss=coupled(model), micro_batch=micro_batch)
-    for seed in range(2):
-        whole.step(batch(seed=seed))
-        train.step(batch(seed=seed))
-    whole.assert_same(model, seen)
-    ours, theirs = model.buffers(), whole.model.buffers()
-    assert distance([b.double() for b in ours], [b.double() for b in theirs]) <= EXACT
-
-
 @pytest.mark.parametrize("keep", [0, 2])
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_autocast_is_no_further_from_float64_than_the_undivided_batch(

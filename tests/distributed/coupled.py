@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import wholebatch as wb
-from tests.coupled.networks import NETWORKS, resnet50
+from tests.coupled.networks import resnet50
 from tests.coupled.test_coupled_loss import LOSSES, Clip, batch, encode, mean_of
 from tests.distributed.problem import outcome
 from tests.support import Seen, distance
@@ -159,6 +159,5 @@ def report() -> dict[str, Any]:
     off = {name: contrast(name) for name in LOSSES}
     off["batchnorm"] = contrast("clip", norm=True)
     off["gathered"] = gathered_contrast()
-    off |= {name: network(make) for name, make in NETWORKS.items()}
     off["resnet-50"] = network(partial(resnet50, width=16), side=64)
     return {"off": off, "refused": refusals()}

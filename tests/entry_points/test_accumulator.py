@@ -19,17 +19,13 @@ from tests.support import (
     pieces,
     samples,
     sgd,
-    summed,
     trained,
 )
 
 SPLITS = [
-    [24],
-    [8, 8, 8],
     [5, 1, 7, 11],
     [23, 1],
     [1] * 24,
-    [3, 9, 2, 2, 2, 6],
 ]
 
 
@@ -82,19 +78,6 @@ def test_a_function_of_the_update_must_return_a_number_of_micro_batches() -> Non
     model = mlp()
     with pytest.raises(wb.errors.OptionError, match=r"returns 0 for update 0: it must return a"):
         wb.Accumulator(model, sgd(model), steps=lambda update: update)
-
-
-def test_changing_steps_is_exact() -> None:
-    model = mlp()
-    whole = Whole(model)
-    first, second = samples(6), samples(10)
-    whole.step(first)
-    whole.step(second)
-    acc = wb.Accumulator(model, sgd(model), steps=2)
-    for micro in acc.over(pieces(first, [2, 4]) + pieces(second, [1, 2, 3, 4])):
-        if acc.backward(summed(model, micro), units=len(micro["y"])) is not None:
-            acc.steps = 4
-    whole.assert_same(model)
 
 
 _ENDS_OPEN = """

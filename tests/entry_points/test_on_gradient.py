@@ -14,21 +14,11 @@ import torch
 from torch import Tensor, nn
 
 import wholebatch as wb
-from tests.support import EXACT, distance, grouped, loss, mean, mlp, pieces, samples
+from tests.support import grouped, loss, mean, mlp, pieces, samples
 from wholebatch.errors import NonFiniteError, OptionError
 
 Named = list[tuple[str, nn.Parameter]]
 SPLITS = [[20], [1, 19], [3, 11, 6], [7, 1, 1, 5, 6]]
-
-
-def adaptive_clipping(named: Named) -> None:
-    """Adaptive gradient clipping (arXiv 2102.06171), by row of each weight."""
-    for name, parameter in named:
-        if name.endswith("weight"):
-            assert parameter.grad is not None
-            limit = 0.05 * parameter.norm(dim=1, keepdim=True).clamp(min=1e-3)
-            norm = parameter.grad.norm(dim=1, keepdim=True).clamp(min=1e-6)
-            parameter.grad.mul_((limit / norm).clamp(max=1.0))
 
 
 def noise(named: Named) -> None:
@@ -37,9 +27,6 @@ def noise(named: Named) -> None:
         assert parameter.grad is not None
         drawn = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
         parameter.grad.add_(drawn.to(parameter.grad.dtype), alpha=0.1)
-
-
-FUNCTIONS = [adaptive_clipping, noise]
 
 
 def make(fused: bool) -> Callable[[nn.Module], torch.optim.Optimizer]:
@@ -73,31 +60,6 @@ def whole_batch(
     train = wb.WholeBatch(model, optimizer, loss=loss, **grouped({"micro_batch": 8, **options}))
     train._fitting.split = lambda batch: pieces(batch, sizes)  # type: ignore[method-assign]
     return train
-
-
-@pytest.mark.parametrize("function", FUNCTIONS)
-@pytest.mark.parametrize("sizes", SPLITS)
-@pytest.mark.parametrize("clip", [None, 0.1])
-@pytest.mark.parametrize("store", ["device", "host"])
-def test_the_update_of_the_undivided_batch_with_the_same_function(
-    function: Any, sizes: list[int], clip: float | None, store: Any
-) -> None:
-    model, batch = mlp(), samples(20)
-    right, _, norm = undivided(model, make(False), batch, function, clip)
-    start = copy.deepcopy(model)
-    train = whole_batch(
-        model,
-        make(False)(model),
-        sizes,
-        clip_norm=clip,
-        on_gradient=function,
-        optimizer_state=store,
-    )
-    step = train.step(batch)
-    assert step.grad_norm == pytest.approx(norm, rel=1e-12)
-    assert changed(model, start) == pytest.approx(changed(right, start))
-    assert distance(model.parameters(), right.parameters()) <= EXACT
-    assert distance(update(model, start), update(right, start)) <= 1e-10  # of a difference
 
 
 def update(model: nn.Module, start: nn.Module) -> list[Tensor]:

@@ -43,26 +43,6 @@ def test_break_after_a_closed_window_loses_no_item() -> None:
     assert len(next(iterator)["y"]) == 3  # nothing was taken early
 
 
-def test_a_body_that_skips_backward_still_uses_its_place() -> None:
-    model = mlp()
-    whole = Whole(model)
-    batch = samples(12)
-    kept = {name: torch.cat([leaf[:3], leaf[6:9]]) for name, leaf in batch.items()}
-    whole.step(kept)
-    whole.step({name: leaf[9:] for name, leaf in batch.items()})
-    acc = wb.Accumulator(model, sgd(model), steps=2)
-    extra = pieces(batch, [3, 3, 3, 3])
-    order = [extra[0], extra[2], extra[3], extra[1]]
-    for index, micro in enumerate(acc.over(order)):
-        if index == 3:  # the last of the second window
-            continue
-        acc.backward(summed(model, micro), units=3)
-    assert acc.updates == 2
-    assert acc.last_step is not None
-    assert acc.last_step.micro_batches == 1
-    whole.assert_same(model)
-
-
 def test_a_window_in_which_every_body_skips() -> None:
     model = mlp()
     acc = wb.Accumulator(model, sgd(model), steps=2)

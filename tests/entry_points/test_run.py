@@ -11,18 +11,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import wholebatch as wb
-from tests.compile.nets import Tagger, tagged
 from tests.support import EXACT, Whole, distance, mlp, pieces, samples, sgd
 from wholebatch.compile import ExecuteWarning
 
 pytestmark = pytest.mark.usefixtures("graphs_run_as_traced")
-SIZES = ((3, 1, 4, 2), (3, 1, 4, 2), (5, 4, 1), (3, 3, 3), (2, 2), (3, 1, 4, 2))
-"""The micro-batches of six windows: uneven, and with short ones."""
 Micro = dict[str, Tensor]
-
-
-def windows(make: Callable[[int], Micro]) -> list[list[Micro]]:
-    return [pieces(make(sum(sizes)), sizes) for sizes in SIZES]
 
 
 def mode(acc: wb.Accumulator, loss: Callable[[Any], Any]) -> str:
@@ -36,28 +29,6 @@ def undivided(model: nn.Module, batch: Micro) -> Tensor:
 
 def cross_entropy(model: nn.Module) -> Callable[[Micro], wb.Loss]:
     return lambda micro: wb.cross_entropy(model(micro["x"]), micro["y"])
-
-
-@pytest.mark.parametrize("execute", ["eager", "compile"])
-def test_the_update_is_that_of_the_undivided_batch(execute: Any) -> None:
-    model = Tagger().double()
-    whole = Whole(model, loss=undivided, clip_norm=0.3)
-    acc = wb.Accumulator(model, sgd(model), steps=4, clip_norm=0.3, execute=execute)
-    loss = cross_entropy(model)
-    modes = set()
-    for window in windows(tagged):
-        acc.steps = len(window)
-        batch = {name: torch.cat([micro[name] for micro in window]) for name in ("x", "y")}
-        wanted = whole.step(batch)
-        steps = []
-        for micro in acc.over(window):
-            steps.append(acc.run(loss, micro))
-            modes.add(mode(acc, loss))
-        assert steps[:-1] == [None] * (len(window) - 1)
-        assert steps[-1] is not None
-        assert steps[-1].loss == pytest.approx(float(wanted), rel=1e-12)
-        assert distance(model.parameters(), whole.model.parameters()) < EXACT
-    assert modes == ({"eager"} if execute == "eager" else {"eager", "operations"})
 
 
 def test_the_loss_of_a_micro_batch_can_be_read_with_its_extras() -> None:

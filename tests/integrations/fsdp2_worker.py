@@ -16,7 +16,6 @@ from torch.utils.data import DataLoader
 
 from tests.distributed.problem import fresh, global_mean, micro
 from tests.support import distance
-from wholebatch.losses.loss import Loss
 
 STEPS, RATE, NORM = 3, 0.5, 0.05
 SIZES = [[[3, 1, 2], [4, 2]], [[1, 5, 2], [2, 3]]]
@@ -64,7 +63,7 @@ def sharded(model: Any) -> nn.Module:
     return made
 
 
-def in_accelerate(*, runs: bool) -> list[Tensor]:
+def in_accelerate() -> list[Tensor]:
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState, GradientState
 
@@ -86,16 +85,9 @@ def in_accelerate(*, runs: bool) -> list[Tensor]:
     optimizer, loader = accelerator.prepare(plain, given)
     windows = AccelerateAccumulator(accelerator, model, optimizer)
 
-    def loss(batch: dict[str, Any]) -> Loss:
-        units = units_of(batch)
-        return Loss(mean_of(model, batch) * units, units)
-
     for batch in loader:
         with accelerator.accumulate(model):
-            if runs:
-                windows.run(loss, batch)
-            else:
-                windows.backward(mean=mean_of(model, batch), units=units_of(batch))
+            windows.backward(mean=mean_of(model, batch), units=units_of(batch))
             if accelerator.sync_gradients:
                 accelerator.clip_grad_norm_(model.parameters(), NORM)
             optimizer.step()
@@ -151,11 +143,7 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     whole = trained_whole()
-    cases = {
-        "Lightning": in_lightning,
-        "Accelerate": lambda: in_accelerate(runs=False),
-        "Accelerate, run": lambda: in_accelerate(runs=True),
-    }
+    cases = {"Lightning": in_lightning, "Accelerate": in_accelerate}
     errors = {name: distance(case(), whole) for name, case in cases.items()}
     if dist.get_rank() == 0:
         with open(sys.argv[1], "w", encoding="utf-8") as file:

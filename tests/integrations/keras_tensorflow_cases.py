@@ -16,7 +16,7 @@ from compare.keras_problem import data, distance, flat, model_of, squared
 
 from tests.integrations.blocks import EXAMPLES, run_diff
 from tests.integrations.keras_cases import LIMIT, fit, float64
-from wholebatch.integrations.keras import GradientAccumulateModel, GradientAccumulateOptimizer
+from wholebatch.integrations.keras import GradientAccumulateModel
 
 __all__ = ["float64"]  # the fixture of all these tests
 
@@ -75,22 +75,6 @@ def test_two_replicas() -> None:
     whole = made()
     whole.compile(keras.optimizers.SGD(0.1, global_clipnorm=0.5), "mse", run_eagerly=True)
     assert distance(flat(model) - start, fit(whole, (x[kept], y[kept]), (8, 8, 4), 1)) <= 1e-12
-
-
-def test_the_optimizer_alone_on_two_replicas() -> None:
-    """Equal shares: the gradients of both replicas and all micro-batches are one mean."""
-    arrays = data(32)
-    whole = model_of(masked=False)
-    whole.compile(keras.optimizers.SGD(0.1, global_clipnorm=0.5), "mse", run_eagerly=True)
-    want = fit(whole, arrays, (16, 16), 1)
-    with two_replicas().scope():
-        model = model_of(masked=False)
-        inner = keras.optimizers.SGD(0.1, global_clipnorm=0.5)
-        optimizer = GradientAccumulateOptimizer(inner, accum_steps=4, units="equal")
-        model.compile(optimizer, "mse")
-    start = flat(model)
-    model.fit(*arrays, batch_size=4, shuffle=False, verbose=0)
-    assert distance(flat(model) - start, want) <= LIMIT
 
 
 def test_the_example_of_a_loop_around_a_tape(

@@ -13,10 +13,9 @@ import torch
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
-import wholebatch as wb
 from tests.distributed.launch import reports
 from tests.integrations.pages import changed_script, error, plain_script, weights, weights_here
-from tests.support import EXACT, Whole, mean, mlp, pieces, samples, summed
+from tests.support import EXACT, Whole, mean, mlp, pieces, samples
 from wholebatch.errors import (
     OptionError,
     StateError,
@@ -85,17 +84,6 @@ def reference(clip_norm: float | None) -> Whole:
         whole.step(batch)
         scheduler.step()
     return whole
-
-
-def test_the_accumulator_drives_what_was_prepared() -> None:
-    _, model, optimizer, loader, scheduler = prepared(mlp())
-    acc = wb.Accumulator(model, optimizer.optimizer, steps=3, scheduler=scheduler, clip_norm=0.05)
-    steps = []
-    for batch in acc.over(loader):
-        steps.append(acc.backward(summed(model, batch), units=len(batch["y"])))
-    reference(clip_norm=0.05).assert_same(model)
-    steps.append(acc.last_step)  # a short last window closes when the loader has ended
-    assert [step.units for step in steps if step is not None] == [9, 9, 4]
 
 
 def test_a_scaler_is_accelerates() -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+import wholebatch as wb
 from tests.integrations.pages import changed_script, error, plain_script, weights, weights_here
 from tests.support import EXACT
 from wholebatch.errors import LossError, NonFiniteError, OptionError, UnsupportedError
@@ -198,6 +199,8 @@ def test_what_is_refused(hosts: Any, problem: Any, tmp_path: Path) -> None:
         exact(Trainer, micro_batch=0)
     with pytest.raises(OptionError, match=r'without micro_batch=: .*"auto" too'):
         exact(Trainer, memory="1GiB")
+    with pytest.raises(OptionError, match="which has its own units"):
+        exact(Trainer, loss=wb.moe_loss(), units=len)
     with pytest.raises(OptionError, match="must be a function"):
         exact(Trainer, units=3)  # type: ignore[arg-type]
     trainer = exact(Trainer)(

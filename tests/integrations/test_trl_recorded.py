@@ -14,8 +14,6 @@ from tests.support import EXACT
 
 pytest.importorskip("trl")
 
-from transformers import LlamaForSequenceClassification
-
 from tests.integrations import trl_training as runs
 from tests.integrations.conftest import Traces
 from tests.integrations.trl_training import off, trained
@@ -31,10 +29,6 @@ pytestmark = [
 TRAINERS = {"SFT": runs.completions, **runs.TRAINERS}
 MASKED = {"completion_only_loss": True, "max_length": 9}
 LORA = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "init_lora_weights": False}
-ADAPTERS = {
-    "lora": {},
-    "modules_to_save": {"target_modules": ["q_proj", "v_proj"], "modules_to_save": ["lm_head"]},
-}
 
 
 @pytest.fixture(autouse=True)
@@ -65,38 +59,23 @@ def compiled(kind: Any) -> Any:
     return exact(kind, execute="compile")
 
 
-def adapters(name: str) -> Any:
-    return pytest.importorskip("peft").LoraConfig(**{**LORA, **ADAPTERS[name]})
-
-
-def case(name: str, make: Any, batches: int, **options: Any) -> Any:
-    """Return a trainer in float64."""
-    with_adapters = options.pop("adapters", None)
-    if with_adapters is not None:
+def case(make: Any, batches: int, **options: Any) -> Any:
+    """Return an SFTTrainer in float64."""
+    if options.pop("adapters", False):
         torch.manual_seed(2)
-        options["peft_config"] = adapters(with_adapters)
-    if name == "Reward":
-        options["model"] = runs.llama(LlamaForSequenceClassification, num_labels=1)
-    else:
-        options["model"] = options.get("model") or runs.llama()
-    if options["model"].dtype != torch.float64:
-        options["model"] = runs.in_float64(options["model"])
-    trainer = TRAINERS[name](make, batches, **options)
+        options["peft_config"] = pytest.importorskip("peft").LoraConfig(**LORA)
+    trainer = runs.completions(make, batches, model=runs.in_float64(runs.llama()), **options)
     trainer.model.double()  # PEFT makes adapters in float32
     return trainer
 
 
 # Of 14 samples, the last batch is smaller: a graph more, which takes as long as the first.
 @pytest.mark.parametrize(
-    ("name", "options", "samples"),
-    [
-        ("SFT", MASKED, 14),
-        ("SFT", {**MASKED, "adapters": "lora", "gradient_checkpointing": True}, 16),
-    ],
+    ("options", "samples"),
+    [({}, 14), ({"adapters": True, "gradient_checkpointing": True}, 16)],
     ids=str,
 )
 def test_a_graph_makes_the_update_of_the_undivided_batch(
-    name: str,
     options: dict[str, Any],
     samples: int,
     traces: Traces,
@@ -104,10 +83,11 @@ def test_a_graph_makes_the_update_of_the_undivided_batch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(runs, "SAMPLES", samples)
-    options = {"learning_rate": 0.1, "pad_to_multiple_of": 32, **options, "num_train_epochs": 3}
-    whole = trained(case(name, eager, 1, **options), updates=3)
+    options = {**MASKED, "learning_rate": 0.1, "pad_to_multiple_of": 32, **options}
+    options |= {"num_train_epochs": 3}
+    whole = trained(case(eager, 1, **options), updates=3)
     assert not traces.made
-    assert off(trained(case(name, compiled, 4, **options), updates=3), whole) <= EXACT
+    assert off(trained(case(compiled, 4, **options), updates=3), whole) <= EXACT
     assert "micro-steps are now one" in said.text
 
 
@@ -122,7 +102,7 @@ def test_large_logits_are_made_in_slices(
     monkeypatch.setattr(runs, "SAMPLES", 16)
     options = {**MASKED, "learning_rate": 0.1, "pad_to_multiple_of": 32, **options}
     options |= {"num_train_epochs": 3}
-    whole = trained(case("SFT", eager, 1, **options), updates=3)
+    whole = trained(case(eager, 1, **options), updates=3)
     largest: list[int] = []
 
     sums_of_rows = exact_sft._sums_of_rows
@@ -133,14 +113,14 @@ def test_large_logits_are_made_in_slices(
 
     monkeypatch.setattr(exact_sft, "_sums_of_rows", watched)
     monkeypatch.setattr(sliced_cross_entropy, "rows_at_once", lambda _: 24)
-    assert off(trained(case("SFT", make, 4, **options), updates=3), whole) <= EXACT
+    assert off(trained(case(make, 4, **options), updates=3), whole) <= EXACT
     assert 24 in largest
 
 
 def test_a_batch_without_a_label() -> None:
     """A prompt longer than max_length leaves a row without any label."""
     options: dict[str, Any] = {**MASKED, "num_train_epochs": 1, "learning_rate": 0.1}
-    whole, ours = (case("SFT", make, 1, **options) for make in (eager, eager))
+    whole, ours = (case(make, 1, **options) for make in (eager, eager))
     rows = [dict(row) for row in ours.train_dataset]
     for row in rows[2:5]:  # the second micro-batch of two rows, and one row of the third
         row["labels"] = [-100] * len(row["input_ids"])
@@ -157,12 +137,12 @@ def test_packed_rows(strategy: str, traces: Traces, said: pytest.LogCaptureFixtu
     """Texts in one row do not see each other, and their tokens count as before."""
     options: dict[str, Any] = {"packing": True, "packing_strategy": strategy, "max_length": 16}
     options |= {"learning_rate": 0.1, "num_train_epochs": 3, "completion_only_loss": True}
-    rows = len(case("SFT", eager, 1, **options).train_dataset)
+    rows = len(case(eager, 1, **options).train_dataset)
     whole = {**options, "per_device_train_batch_size": rows}
     parts = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": -(-rows // 2)}
     make = eager if strategy == "wrapped" else compiled
-    ours = trained(case("SFT", make, 1, **options, **parts), updates=3)
-    assert off(ours, trained(case("SFT", eager, 1, **whole), updates=3)) <= EXACT
+    ours = trained(case(make, 1, **options, **parts), updates=3)
+    assert off(ours, trained(case(eager, 1, **whole), updates=3)) <= EXACT
     assert ("micro-steps are now one" in said.text) == (make is compiled)
 
 

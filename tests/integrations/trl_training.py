@@ -23,6 +23,7 @@ from transformers import (
 
 WORDS = 24
 SAMPLES = 14
+IN_ORDER = {"train_sampling_strategy": "sequential"}
 TEMPLATE = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
 
 
@@ -95,111 +96,67 @@ def settings(batches: int, samples: int, folder: str) -> dict[str, Any]:
     }
 
 
-def pairs() -> Dataset:
-    draw = random.Random(1)
-    return Dataset.from_list(
-        [
-            {"prompt": text(draw, 1, 4), "chosen": text(draw, 1, 9), "rejected": text(draw, 1, 9)}
-            for _ in range(SAMPLES)
-        ]
-    )
-
-
-def sft(make: Any, batches: int, **more: Any) -> Any:
-    from trl.trainer.sft_config import SFTConfig
-    from trl.trainer.sft_trainer import SFTTrainer
-
-    draw = random.Random(3)
-    rows = [{"text": text(draw, 2, 12)} for _ in range(SAMPLES)]
+def built(
+    kind: str,
+    make: Any,
+    batches: int,
+    rows: list[dict[str, Any]],
+    options: dict[str, Any],
+    *,
+    samples: int | None = None,
+    **given: Any,
+) -> Any:
+    """Return a trainer of TRL's, changed by `make`, for one update from all samples."""
+    trl: Any = importlib.import_module("trl")
+    config, trainer = getattr(trl, f"{kind}Config"), getattr(trl, f"{kind}Trainer")
     with tempfile.TemporaryDirectory() as folder:
-        given = {**settings(batches, len(rows), folder), **more}
-        return make(SFTTrainer)(
-            model=llama(),
-            args=SFTConfig(**given, train_sampling_strategy="sequential"),
+        args = config(**{**settings(batches, samples or len(rows), folder), **options})
+        return make(trainer)(
+            args=args,
             train_dataset=Dataset.from_list(rows),
             processing_class=tokenizer(),
+            **{"model": llama(), **given},
         )
+
+
+def pairs() -> list[dict[str, Any]]:
+    draw = random.Random(1)
+    return [
+        {"prompt": text(draw, 1, 4), "chosen": text(draw, 1, 9), "rejected": text(draw, 1, 9)}
+        for _ in range(SAMPLES)
+    ]
 
 
 def completions(
     make: Any, batches: int, *, model: Any = None, peft_config: Any = None, **more: Any
 ) -> Any:
     """Fine-tuning on completions of uneven lengths."""
-    from trl.trainer.sft_config import SFTConfig
-    from trl.trainer.sft_trainer import SFTTrainer
-
     draw = random.Random(4)
     rows = [
         {"prompt": text(draw, 1, 12), "completion": " " + text(draw, 1, 9)} for _ in range(SAMPLES)
     ]
-    with tempfile.TemporaryDirectory() as folder:
-        given = {**settings(batches, len(rows), folder), **more}
-        return make(SFTTrainer)(
-            model=model or llama(),
-            args=SFTConfig(**given, train_sampling_strategy="sequential"),
-            train_dataset=Dataset.from_list(rows),
-            processing_class=tokenizer(),
-            peft_config=peft_config,
-        )
+    given = {"model": model or llama(), "peft_config": peft_config}
+    return built("SFT", make, batches, rows, {**IN_ORDER, **more}, **given)
 
 
-def reference_of(model: Any) -> Any:
-    """Return another Llama, in the precision of the model."""
-    made = llama(seed=6)
-    return made if model is None or model.dtype == made.dtype else in_float64(made)
+def dpo(make: Any, batches: int, **more: Any) -> Any:
+    reference = llama(seed=6)
+    return built("DPO", make, batches, pairs(), {**IN_ORDER, **more}, ref_model=reference)
 
 
-def dpo(make: Any, batches: int, *, model: Any = None, peft_config: Any = None, **more: Any) -> Any:
-    """With `peft_config`, the reference is the model without its adapters."""
-    from trl.trainer.dpo_config import DPOConfig
-    from trl.trainer.dpo_trainer import DPOTrainer
-
-    data = pairs()
-    with tempfile.TemporaryDirectory() as folder:
-        given = settings(batches, len(data), folder)
-        return make(DPOTrainer)(
-            model=model or llama(),
-            ref_model=reference_of(model) if peft_config is None else None,
-            args=DPOConfig(**{**given, **more}, train_sampling_strategy="sequential"),
-            train_dataset=data,
-            processing_class=tokenizer(),
-            peft_config=peft_config,
-        )
+def reward(make: Any, batches: int, **more: Any) -> Any:
+    model = llama(LlamaForSequenceClassification, num_labels=1)
+    return built("Reward", make, batches, pairs(), {**IN_ORDER, **more}, model=model)
 
 
-def reward(make: Any, batches: int, *, model: Any = None, **more: Any) -> Any:
-    from trl.trainer.reward_config import RewardConfig
-    from trl.trainer.reward_trainer import RewardTrainer
-
-    data = pairs()
-    with tempfile.TemporaryDirectory() as folder:
-        given = settings(batches, len(data), folder)
-        return make(RewardTrainer)(
-            model=model or llama(LlamaForSequenceClassification, num_labels=1),
-            args=RewardConfig(**{**given, **more}, train_sampling_strategy="sequential"),
-            train_dataset=data,
-            processing_class=tokenizer(),
-        )
-
-
-def kto(make: Any, batches: int, *, model: Any = None, **more: Any) -> Any:
-    from trl.trainer.kto_config import KTOConfig
-    from trl.trainer.kto_trainer import KTOTrainer
-
+def kto(make: Any, batches: int, **more: Any) -> Any:
     draw = random.Random(2)
     rows = [
         {"prompt": text(draw, 1, 4), "completion": text(draw, 1, 9), "label": at % 3 != 1}
         for at in range(SAMPLES)
     ]
-    with tempfile.TemporaryDirectory() as folder:
-        given = settings(batches, len(rows), folder)
-        return make(KTOTrainer)(
-            model=model or llama(),
-            ref_model=reference_of(model),
-            args=KTOConfig(**{"beta": 0.5, **given, **more}, train_sampling_strategy="sequential"),
-            train_dataset=Dataset.from_list(rows),
-            processing_class=tokenizer(),
-        )
+    options = {**IN_ORDER, "beta": 0.5, **more}
+    return built("KTO", make, batches, rows, options, ref_model=llama(seed=6))
 
 
 def lengths(completions: list[str], **_: Any) -> list[float]:
@@ -212,29 +169,13 @@ def hash_of(words: str) -> int:
 
 
 def grpo(make: Any, batches: int, *, rloo: bool = False, **more: Any) -> Any:
-    trl: Any = importlib.import_module("trl")
-
-    config, trainer = (
-        (trl.RLOOConfig, trl.RLOOTrainer) if rloo else (trl.GRPOConfig, trl.GRPOTrainer)
-    )
     draw = random.Random(4)
     rows = [{"prompt": text(draw, 1, 4)} for _ in range(4)]
     beta = more.pop("beta", 0.0)
-    with tempfile.TemporaryDirectory() as folder:
-        given = settings(batches, 16, folder)
-        made = make(trainer)(
-            model=llama(),
-            reward_funcs=lengths,
-            args=config(
-                **{**given, **more},
-                beta=0.0,
-                num_generations=4,
-                max_completion_length=8,
-                shuffle_dataset=False,
-            ),
-            train_dataset=Dataset.from_list(rows),
-            processing_class=tokenizer(),
-        )
+    options = {**more, "beta": 0.0, "num_generations": 4, "max_completion_length": 8}
+    options["shuffle_dataset"] = False
+    kind = "RLOO" if rloo else "GRPO"
+    made = built(kind, make, batches, rows, options, samples=16, reward_funcs=lengths)
     if beta:  # TRL would load the reference by its name
         from trl.trainer.utils import add_fused_lm_head
 

@@ -14,7 +14,7 @@ import pytest
 from wholebatch.cli import main as wholebatch
 from wholebatch.cli.app import COMMANDS
 from wholebatch.cli.lint_command import CLEAN, FOUND, UNREAD
-from wholebatch.lint import RULES, lint_paths, lint_source
+from wholebatch.lint import lint_source
 
 BAD = """
 for i, (x, y) in enumerate(loader):
@@ -87,13 +87,6 @@ def test_wrong_usage(
 ) -> None:
     assert main(arguments) == 2
     assert words in capsys.readouterr().err
-
-
-def test_without_a_path_the_folder_is_read(
-    script: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main([]) == FOUND
-    assert reported(capsys) == ["WB101", "WB109", "WB110"]
 
 
 def test_a_folder_without_python_is_a_warning(
@@ -186,14 +179,6 @@ def test_explain(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyP
     assert capsys.readouterr().out.startswith("WB003: a loop that accumulates in a way that")
 
 
-def test_list_rules(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    assert main(["--list-rules"]) == CLEAN
-    lines = capsys.readouterr().out.splitlines()
-    assert len([line for line in lines if line.startswith("WB")]) == len(RULES)
-    assert max(map(len, lines)) <= 80
-
-
 @pytest.mark.parametrize(
     "comment, rest",
     [
@@ -225,16 +210,6 @@ def test_a_broken_file_is_reported_and_the_rest_goes_on(
     assert lines[2].startswith("huge.py:1:1 WB002 file is 2,400,000 bytes, over the limit of 2,")
     assert main(["."]) == UNREAD
     assert set(reported(capsys)) == {"WB001", "WB002", "WB101", "WB109", "WB110"}
-
-
-@pytest.mark.parametrize("path", ["bad.py", "./bad.py"])
-def test_a_named_file_with_a_syntax_error_only(
-    script: Path, path: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (script.parent / "bad.py").write_text("def f(:\n    pass\n")
-    assert main([path, "--select", "WB1"]) == UNREAD
-    assert capsys.readouterr().out.startswith("bad.py:1:7 WB001 syntax error: ")
-    assert [finding.code for finding in lint_paths([path])] == ["WB001"]
 
 
 def test_no_torch_and_nothing_else_is_imported(script: Path) -> None:

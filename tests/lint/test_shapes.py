@@ -38,11 +38,8 @@ BODY = """
 @pytest.mark.parametrize(
     "parts",
     [
-        {"condition": "i % args.accum == args.accum - 1"},
         {"condition": "not (i + 1) % args.accum"},
-        {"condition": "((i + 1) % int(args.accum)) == 0"},
         {"condition": "(i + 1) % max(1, args.accum) == 0"},
-        {"condition": "done", "middle": "done = (i + 1) % args.accum == 0"},
         {"condition": "not waiting", "middle": "waiting = (i + 1) % args.accum != 0"},
         {"condition": "args.go and (i + 1) % args.accum == 0"},
         {
@@ -79,64 +76,6 @@ def test_boundaries_that_are_right(parts: dict[str, str]) -> None:
     assert "WB101" not in codes(source)
 
 
-def test_a_step_in_a_method_two_levels_down() -> None:
-    source = """
-        class Trainer:
-            def __init__(self, model, optimizer, accum):
-                self.model, self.optimizer = model, optimizer
-                self.accum = accum
-
-            def update(self):
-                self.optimizer.step()
-                self.optimizer.zero_grad()
-
-            def micro_step(self, i, batch):
-                loss = self.model(batch).mean()
-                loss.backward()
-                if i % self.accum == 0:
-                    self.update()
-
-            def fit(self, loader):
-                for i, batch in enumerate(loader):
-                    self.micro_step(i, batch)
-    """
-    assert windows(source) == [("boundary", "accum")]
-    assert {"WB101", "WB110"} <= set(codes(source))
-
-
-def test_helper_functions_of_a_script() -> None:
-    source = """
-        def backward(loss, scaler):
-            if scaler is not None:
-                scaler.scale(loss).backward()
-            else:
-                loss.backward()
-
-        def close(optimizer, scaler, model):
-            if scaler is not None:
-                scaler.unscale_(optimizer)
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            if scaler is not None:
-                scaler.step(optimizer)
-                scaler.update()
-            else:
-                optimizer.step()
-            optimizer.zero_grad()
-
-        def main(model, optimizer, scaler, batches, accum, total):
-            for i in range(total):
-                loss = model(next(batches)).mean() / accum
-                backward(loss, scaler)
-                if (i + 1) % accum == 0:
-                    close(optimizer, scaler, model)
-
-        if __name__ == "__main__":
-            main(net, opt, None, data, 4, 100)
-    """
-    assert windows(source) == [("boundary", "4")]
-    assert codes(source) == []
-
-
 @pytest.mark.parametrize(
     "source",
     [
@@ -149,14 +88,6 @@ def test_helper_functions_of_a_script() -> None:
                 loss.backward()
                 return loss
             optimizer.step(closure)
-        """,
-        # Several losses, one update.
-        """
-        for x, y in loader:
-            optimizer.zero_grad()
-            a(model(x), y).backward(retain_graph=True)
-            b(model(x), y).backward()
-            optimizer.step()
         """,
         # Meta-learning over tasks: how tasks are weighted is a choice.
         """
@@ -176,15 +107,6 @@ def test_helper_functions_of_a_script() -> None:
                 loss.backward()
                 optimizer.step()
         """,
-        # A boundary that is computed somewhere else.
-        """
-        for batch in loader:
-            loss = model(batch).mean()
-            loss.backward()
-            if controller.should_update():
-                optimizer.step()
-                optimizer.zero_grad()
-        """,
         # Two optimizers on different clocks.
         """
         for i, batch in enumerate(loader):
@@ -198,7 +120,7 @@ def test_helper_functions_of_a_script() -> None:
                 opt_slow.zero_grad()
         """,
     ],
-    ids=["closure", "losses", "tasks", "replay", "elsewhere", "clocks"],
+    ids=["closure", "tasks", "replay", "clocks"],
 )
 def test_what_is_not_understood_is_left_alone(source: str) -> None:
     assert codes(source) == []

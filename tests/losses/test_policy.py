@@ -24,8 +24,6 @@ from tests.losses.problem import (
 )
 from tests.support import EXACT, Seen, Whole, distance, pieces, sgd
 
-SPLITS = [sizes for sizes in UNEVEN if len(sizes) > 1]
-
 
 def gradient(model: nn.Module, total: Tensor) -> list[Tensor]:
     parameters = list(model.parameters())
@@ -129,73 +127,18 @@ def test_kl_inside_the_policy_loss_shares_its_mean(estimator: Any) -> None:
 
 
 def terms(model: nn.Module, micro: Batch) -> Any:
-    """Policy over groups, value over tokens, KL over sequences, entropy over tokens."""
-    logits, values = model(micro["words"])
-    mask = micro["mask"]
-    logs = logits[:, :-1].log_softmax(-1)
-    of_words = logs.gather(-1, micro["words"][:, 1:, None])[..., 0]
-    policy = wb.losses.policy_loss(
-        of_words,
-        micro["advantages"],
-        mask,
-        old=micro["old"],
-        mean="groups",
-        group_size=micro["group_tokens"],
-    )
-    kl = wb.losses.aggregate(
-        wb.losses.token_kl(of_words, micro["reference"]), mask, mean="sequences"
-    )
-    entropy = wb.losses.aggregate(-(logs.exp() * logs).sum(-1), mask)
-    error = (values[:, :-1] - micro["returns"]).square() / 2
-    value = wb.losses.aggregate(error, mask)
-    return wb.Loss.terms(
-        {"policy": policy, "kl": (kl, 0.3), "entropy": (entropy, -0.1), "value": (value, 0.5)}
-    )
+    """Policy over groups, KL over sequences."""
+    kl = wb.losses.token_kl(logprobs(model, micro), micro["reference"])
+    of_sequences = wb.losses.aggregate(kl, micro["mask"], mean="sequences")
+    return wb.Loss.terms({"policy": ours("groups")(model, micro), "kl": (of_sequences, 0.3)})
 
 
 def units(micro: Batch) -> dict[str, wb.Loss | Any]:
-    tokens = wb.losses.aggregate_units(micro["mask"])
     group_size = micro["group_tokens"]
     return {
         "policy": wb.losses.aggregate_units(micro["mask"], mean="groups", group_size=group_size),
         "kl": wb.losses.aggregate_units(micro["mask"], mean="sequences"),
-        "entropy": tokens,
-        "value": tokens,
     }
-
-
-def terms_by_hand(model: nn.Module, data: Batch) -> Tensor:
-    logits, values = model(data["words"])
-    logs = logits[:, :-1].log_softmax(-1)
-    of_words = logprobs(model, data)
-
-    def entropy(i: int, t: int) -> Tensor:
-        return -(logs[i, t].exp() * logs[i, t]).sum()
-
-    def value(i: int, t: int) -> Tensor:
-        return (values[i, t] - data["returns"][i, t]) ** 2 / 2
-
-    kl = by_tokens(
-        model, data, lambda i, t: KL["k3"](of_words[i, t], data["reference"][i, t]), "sequences"
-    )
-    return (
-        undivided("groups")(model, data)
-        + 0.3 * kl
-        - 0.1 * by_tokens(model, data, entropy)
-        + 0.5 * by_tokens(model, data, value)
-    )
-
-
-@pytest.mark.parametrize("micro_batch", [1, 5, 12])
-def test_terms_of_different_units_in_one_window(micro_batch: int) -> None:
-    model, data = Policy(), batch()
-    whole = Whole(model, loss=terms_by_hand)
-    value = whole.step(data)
-    optimizer = sgd(model)
-    recorder = Seen(model, optimizer)
-    train = wb.WholeBatch(model, optimizer, loss=terms, units=units, micro_batch=micro_batch)
-    assert train.step(data).loss == pytest.approx(value, rel=1e-12)
-    whole.assert_same(model, recorder)
 
 
 def test_what_announce_refuses() -> None:

@@ -8,7 +8,7 @@ import torch
 import wholebatch as wb
 from tests.losses.preferences import OURS, PLAIN, pairs
 from tests.losses.problem import Policy
-from tests.support import Seen, Whole, pieces, sgd
+from tests.support import Seen, Whole, sgd
 
 UNEVEN = (2, 1, 6)
 
@@ -23,20 +23,6 @@ def test_the_update_is_that_of_the_undivided_batch(name: str, micro_batch: int) 
     recorder = Seen(model, optimizer)
     train = wb.WholeBatch(model, optimizer, loss=OURS[name], micro_batch=micro_batch)
     assert train.step(data).loss == pytest.approx(value, rel=1e-12)
-    whole.assert_same(model, recorder)
-
-
-@pytest.mark.parametrize("name", OURS)
-def test_a_stream_of_uneven_micro_batches(name: str) -> None:
-    model, data = Policy(), pairs()
-    whole = Whole(model, loss=PLAIN[name])
-    whole.step(data)
-    optimizer = sgd(model)
-    recorder = Seen(model, optimizer)
-    acc = wb.Accumulator(model, optimizer, steps=len(UNEVEN))
-    parts = pieces(data, UNEVEN)
-    for micro in parts:
-        acc.backward(OURS[name](model, micro))
     whole.assert_same(model, recorder)
 
 

@@ -53,20 +53,6 @@ def test_dropout_in_attention_keeps_no_matrix(options: dict[str, bool]) -> None:
 
 
 @without_cuda
-def test_a_transformer_with_dropout() -> None:
-    """Beyond the same one without: a mask of one byte for each number that a layer drops."""
-
-    def layer(p: float) -> nn.Module:
-        return nn.TransformerEncoderLayer(WIDTH, HEADS, 64, dropout=p, batch_first=True)
-
-    with_it, without = (peak(layer(p)) for p in (0.1, 0.0))
-    masks = SAMPLES * LENGTH * (WIDTH + 64 + WIDTH)
-    # Each dropout also makes its output, as large as its input; four bytes a number.
-    assert masks <= with_it - without <= 5 * masks
-    assert with_it - without < MATRIX / 2
-
-
-@without_cuda
 def test_matrices_are_counted_on_a_cpu() -> None:
     assert peak(Attention(0.1), "cpu") - peak(Attention(0.0), "cpu") > MATRIX
     assert functional.scaled_dot_product_attention.__module__ != "wholebatch.memory.fake_tensors"

@@ -25,17 +25,6 @@ def test_cuts_and_repeats() -> None:
     assert resize_batch(batch, 3) is batch
 
 
-def test_keeps_the_memory_format() -> None:
-    image = torch.zeros(2, 3, 4, 4).to(memory_format=torch.channels_last)
-    large = resize_batch(image, 5)
-    assert large.is_contiguous(memory_format=torch.channels_last)
-
-
-def test_refuses_no_samples() -> None:
-    with pytest.raises(OptionError, match="samples=0: must be at least 1"):
-        resize_batch(torch.zeros(2), 0)
-
-
 def test_a_batch_is_gone_when_nobody_holds_it() -> None:
     """Not only when garbage is collected: a micro-batch on a device is memory."""
     gc.disable()
@@ -51,3 +40,8 @@ def test_a_batch_is_gone_when_nobody_holds_it() -> None:
         assert held[0]() is None
     finally:
         gc.enable()
+
+
+def test_refuses_no_samples() -> None:
+    with pytest.raises(OptionError, match="samples=0: must be at least 1"):
+        resize_batch(torch.zeros(2), 0)

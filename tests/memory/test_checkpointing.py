@@ -61,11 +61,6 @@ def test_finds_the_outermost_repeated_blocks() -> None:
     assert repeated_blocks(mlp()) == []
 
 
-def test_finds_the_same_blocks_again_once_they_are_checkpointed() -> None:
-    model = GPT()
-    assert with_checkpoints(model) == with_checkpoints(model) == repeated_blocks(model)
-
-
 @pytest.mark.parametrize(
     "make, batch",
     [(lambda: GPT(dropout=0.3), tokens), (ResNet, images)],
@@ -121,3 +116,8 @@ def test_refuses_what_it_cannot_find() -> None:
         with_checkpoints(mlp())
     with pytest.raises(OptionError, match=r"GPT has no module named 'blocks\.9'"):
         with_checkpoints(GPT(), ["blocks.9"])
+
+
+def test_finds_the_same_blocks_again_once_they_are_checkpointed() -> None:
+    model = GPT()
+    assert with_checkpoints(model) == with_checkpoints(model) == repeated_blocks(model)

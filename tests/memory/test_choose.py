@@ -93,24 +93,6 @@ def test_finds_the_largest_of_any_bend(
     assert all(1 <= size <= most for size in asked)
 
 
-def test_a_size_that_runs_out_of_memory_steps_back() -> None:
-    """Memory in pieces: steps fail although the line says that they fit."""
-    choice = choose_micro_batch(lambda n: 10 * n if n < 83 else None, budget=1000, most=500)
-    assert choice is not None
-    assert choice.micro_batch >= 0.9 * 82
-    assert choice.failed[0] == 100
-    assert choice.summary().startswith(f"micro-batch {choice.micro_batch}: ")
-    assert "samples do not fit (budget 1000 bytes)" in choice.summary()
-
-
-def test_the_whole_batch_where_it_fits() -> None:
-    choice = choose_micro_batch(lambda size: 10 * size, budget=10**6, most=24)
-    assert choice is not None
-    assert (choice.micro_batch, choice.failed) == (24, ())
-    assert "the whole batch fits" in choice.summary()
-    assert choose_micro_batch(lambda size: 10, budget=9, most=24) is None
-
-
 def test_room_for_one_more_piece_on_cuda() -> None:
     prediction = Prediction({"activations": 1000}, {"activations": 0}, largest=300)
     assert prediction.needed(torch.device("cpu")) == 1000
@@ -125,3 +107,13 @@ def test_a_budget_on_a_cpu_changes_nothing_and_says_so(caplog: pytest.LogCapture
     assert train.step(vectors(32)).micro_batches == 1
     with pytest.raises(OptionError, match="must be a size such as"):
         wb.WholeBatch(model, torch.optim.SGD(model.parameters()), loss=loss, memory="much")
+
+
+def test_a_size_that_runs_out_of_memory_steps_back() -> None:
+    """Memory in pieces: steps fail although the line says that they fit."""
+    choice = choose_micro_batch(lambda n: 10 * n if n < 83 else None, budget=1000, most=500)
+    assert choice is not None
+    assert choice.micro_batch >= 0.9 * 82
+    assert choice.failed[0] == 100
+    assert choice.summary().startswith(f"micro-batch {choice.micro_batch}: ")
+    assert "samples do not fit (budget 1000 bytes)" in choice.summary()

@@ -95,17 +95,6 @@ def test_a_causal_model_without_padding_is_predicted_with_one_mask(loss: Any) ->
     assert meter.peak <= predicted.peak <= 1.05 * meter.peak
 
 
-def test_packed_sequences_have_a_mask() -> None:
-    def packed(model: nn.Module, micro: dict[str, Tensor]) -> Loss:
-        logits = model(input_ids=micro["input_ids"], position_ids=micro["position_ids"]).logits
-        return cross_entropy(logits, micro["labels"])
-
-    micro = sequences(3, False)
-    del micro["attention_mask"]
-    micro["position_ids"] = (torch.arange(12) % 6).expand(3, -1).clone()
-    assert_exact(language_model(), micro, loss=packed)
-
-
 def test_checkpointed_blocks_write_no_cache() -> None:
     """A model that makes a cache of keys and values would write it again in the backward."""
     model = language_model(use_cache=True, attn_implementation="eager")

@@ -104,22 +104,6 @@ def sequences(seed: int, length: int) -> dict[str, Tensor]:
     }
 
 
-def test_budgets_of_tokens_are_learned_too() -> None:
-    model = mlp()
-    device = Device(model, 4)
-    train = wb.WholeBatch(model, sgd(model), loss=loss, micro_batch=wb.tokens(96), audit=False)
-    whole = Whole(
-        mlp(),
-        loss=lambda m, b: nn.functional.cross_entropy(m(b["x"]).flatten(0, 1), b["y"].flatten()),
-    )
-    for seed in range(5):
-        train.step(sequences(seed, 6))
-        whole.step(sequences(seed, 6))
-    assert device.failures <= 4
-    assert train.micro_batch_size is None
-    whole.assert_same(model)
-
-
 def test_state_keeps_what_was_learned() -> None:
     _, train, _ = trained(16, 4, windows=1)
     saved = train.state_dict()

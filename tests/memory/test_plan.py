@@ -16,7 +16,6 @@ import torch
 from tests.memory.models import GPT, loss, mlp, tokens, vectors
 from wholebatch.cli.plan_command import plan
 from wholebatch.errors import (
-    MissingExtraError,
     OptionError,
     RecipeError,
     UnsupportedError,
@@ -74,28 +73,6 @@ def test_recommends_even_micro_batches() -> None:
     assert all(sum(point.by_category.values()) == point.peak for point in made.points)
 
 
-def test_data_parallel_ranks_need_their_buckets() -> None:
-    """They go out as activations are let go, and are the peak where these are few."""
-    model = mlp(256)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    one, two = (
-        make_plan(
-            model,
-            loss,
-            vectors(2),
-            batch_size=2 * ranks,
-            budget=10**7,
-            ranks=ranks,
-            optimizer=optimizer,
-        )
-        for ranks in (1, 2)
-    )
-    alone, beside = one.points[0], two.points[0]
-    assert alone.by_category["communication"] == 0
-    assert beside.by_category["communication"] == beside.by_category["gradients"]
-    assert beside.peak > alone.peak
-
-
 def test_nothing_fits() -> None:
     made = make_plan(mlp(), loss, vectors(2), batch_size=8, budget=1000)
     assert (made.micro_batch, made.steps) == (None, 0)
@@ -103,11 +80,6 @@ def test_nothing_fits() -> None:
         make_plan(mlp(), loss, vectors(2), batch_size=8, budget=1000, ranks=0)
     with pytest.raises(OptionError, match="batch_size=3 on 4 ranks: must be at least one sample"):
         make_plan(mlp(), loss, vectors(2), batch_size=3, budget=1000, ranks=4)
-
-
-def test_samples_that_ranks_do_not_share_evenly() -> None:
-    result = command("bytes-gpt", "--batch-size", "7", "--gpu-memory", "2GiB", "--gpus", "4")
-    assert "2 × 1 × 3 ranks + 1 × 1 × 1 rank = 7 samples an update" in result.output
 
 
 def test_command_shows_a_table_and_the_parts_of_the_peak() -> None:
@@ -119,15 +91,6 @@ def test_command_shows_a_table_and_the_parts_of_the_peak() -> None:
     assert "▶" in text
     assert "128 × 2 × 2 ranks = 512 samples an update (micro-batch × steps × ranks)" in text
     assert re.search(r"BatchNorm: train does not split .* needs [\d.]+ MiB .* does not fit", text)
-
-
-def test_command_prints_json() -> None:
-    result = command("digits-cnn", "--gpu-memory", "70MiB", "--batch-size", "64", "--json")
-    found = json.loads(result.output)
-    assert found["subject"] == "digits-cnn"
-    assert found["batch_size"] == 64
-    assert found["micro_batch"] * found["steps"] >= 64
-    assert {"parameters", "activations"} <= found["points"][0]["by_category"].keys()
 
 
 def test_command_says_what_would_help_and_fails() -> None:
@@ -154,12 +117,6 @@ def test_seventy_billion_parameters_by_arithmetic() -> None:
     assert "QLoRA, weights sharded" in text.output
     assert "also give --gpu" in str(refused("--parameters", "70B"))
     assert "must be a number of parameters" in str(refused("--parameters", "big", "--gpu", "T4"))
-
-
-def test_command_plans_for_this_machine() -> None:
-    result = command("digits-cnn", "--batch-size", "8")
-    assert result.exit_code == 0
-    assert "8 × 1 × 1 rank = 8 samples an update" in result.output
 
 
 def test_command_refuses_bad_options() -> None:
@@ -233,18 +190,6 @@ def test_command_reads_hugging_face_configurations(tmp_path: Path, kind: str) ->
     assert found["parameters"] > 2 * 128 * 32
 
 
-def test_command_reads_classifiers_of_images(tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
-    path = tmp_path / "config.json"
-    small = {**SMALL, "intermediate_size": 64, "image_size": 32, "patch_size": 8}
-    path.write_text(json.dumps({"model_type": "vit", **small}))
-    result = command(f"hf:{tmp_path}", "--gpu-memory", "1GiB", "--batch-size", "5")
-    assert result.exit_code == 0
-    assert f"{tmp_path.name} (vit)" in result.output
-    assert "images of 32 × 32" in result.output
-    assert "--seq 8: is for language models" in str(refused(f"hf:{path}", "--seq", "8"))
-
-
 def test_command_says_what_is_wrong_with_a_configuration(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     path = tmp_path / "config.json"
@@ -270,17 +215,6 @@ def test_command_refuses_what_is_no_configuration(tmp_path: Path) -> None:
     assert "is not JSON" in str(refused(f"hf:{path}"))
     path.write_text("{}")
     assert "has no model_type" in str(refused(f"hf:{path}"))
-
-
-def test_command_names_the_extra_that_is_missing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(LLAMA))
-    monkeypatch.setitem(__import__("sys").modules, "transformers", None)
-    error = refused(f"hf:{path}")
-    assert isinstance(error, MissingExtraError)
-    assert "wholebatch[transformers]" in str(error)
 
 
 def test_predicts_a_sharded_model() -> None:
@@ -315,23 +249,6 @@ def test_one_simulation_answers_as_several() -> None:
     for question, found in zip(questions, together, strict=True):
         with simulating(model, loss, **options) as simulation:
             assert asked(simulation, *question) == found
-
-
-def test_plans_a_sharded_model() -> None:
-    model = mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    made = make_plan(
-        model,
-        loss,
-        vectors(1),
-        batch_size=4,
-        budget=2**30,
-        ranks=4,
-        optimizer=optimizer,
-        sharding=Sharding(4, "every"),
-    )
-    assert (made.micro_batch, made.steps, made.ranks) == (1, 1, 4)
-    assert made.sync == "every"
 
 
 def test_refuses_what_cannot_be_sharded() -> None:
@@ -385,3 +302,21 @@ def test_ways_of_a_sharded_model_differ_by_whole_tensors() -> None:
     assert modes["every"].peak < modes["hold"].peak < modes["gathered"].peak
     [chosen] = [p for p in made["hold"].points if p.micro_batch == made["hold"].micro_batch]
     assert chosen.peak == modes["hold"].peak
+
+
+def test_command_plans_for_this_machine() -> None:
+    result = command("digits-cnn", "--batch-size", "8")
+    assert result.exit_code == 0
+    assert "8 × 1 × 1 rank = 8 samples an update" in result.output
+
+
+def test_command_reads_classifiers_of_images(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    path = tmp_path / "config.json"
+    small = {**SMALL, "intermediate_size": 64, "image_size": 32, "patch_size": 8}
+    path.write_text(json.dumps({"model_type": "vit", **small}))
+    result = command(f"hf:{tmp_path}", "--gpu-memory", "1GiB", "--batch-size", "5")
+    assert result.exit_code == 0
+    assert f"{tmp_path.name} (vit)" in result.output
+    assert "images of 32 × 32" in result.output
+    assert "--seq 8: is for language models" in str(refused(f"hf:{path}", "--seq", "8"))

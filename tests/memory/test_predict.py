@@ -78,14 +78,6 @@ def test_equals_a_real_run_with_16_bit_parameters(name: str) -> None:
     assert predicted.by_category["gradients"] == 2 * predicted.by_category["parameters"]
 
 
-def test_one_micro_batch_and_no_optimizer() -> None:
-    model, micro = mlp(), vectors(4)
-    predicted = predict_peak(model, loss, micro, micro_batches=1)
-    meter = measured(model, None, micro, precision="full", micro_batches=1)
-    assert predicted.peak == meter.peak
-    assert predicted.by_category["optimizer state"] == 0
-
-
 def test_frozen_and_unused_parameters_have_no_gradient_and_no_state() -> None:
     class Partly(nn.Module):
         def __init__(self) -> None:
@@ -144,16 +136,6 @@ def test_a_model_without_bytes() -> None:
     assert all(p.is_meta for p in model.parameters())
 
 
-def test_a_gpu_that_is_not_there_counts_in_its_blocks() -> None:
-    if torch.cuda.is_available():
-        pytest.skip("predicts for a GPU that is not there, and this machine has one")
-    model = mlp()
-    optimizer = torch.optim.AdamW(model.parameters())
-    predicted = predict_peak(model, loss, vectors(4), optimizer=optimizer, device="cuda")
-    assert predicted.peak % 512 == 0
-    assert predicted.peak > predict_peak(model, loss, vectors(4), optimizer=optimizer).peak
-
-
 class Pair(NamedTuple):
     x: torch.Tensor
     y: torch.Tensor
@@ -174,21 +156,6 @@ def test_nested_batches_and_constants_in_closures() -> None:
     batch = Sample(Pair(*vectors(4).values()), "a")
     predicted = predict_peak(mlp(), nested_loss, batch)
     assert predicted.by_category["inputs"] == 4 * 20 * 4 + 4 * 8 + 5 * 4
-
-
-def test_losses_of_several_terms_and_of_single_units() -> None:
-    def terms(model: nn.Module, micro: dict[str, torch.Tensor]) -> Any:
-        logits = model(micro["x"])
-        return Loss.terms({"a": (logits.sum(), 1), "b": (logits.square().sum(), 2, 0.5)})
-
-    def units(model: nn.Module, micro: dict[str, torch.Tensor]) -> torch.Tensor:
-        return nn.functional.cross_entropy(model(micro["x"]), micro["y"], reduction="none")
-
-    model = mlp()
-    assert predict_peak(model, terms, vectors(4)).peak > 0
-    assert predict_peak(model, units, vectors(4)).peak > 0
-    with pytest.raises(LossError, match="bare scalar"):
-        predict_peak(model, lambda m, b: m(b["x"]).mean(), vectors(4))
 
 
 def test_says_why_a_loss_cannot_be_predicted() -> None:
@@ -215,3 +182,28 @@ def test_refuses_a_loss_that_goes_past_its_argument() -> None:
     with pytest.raises(UnsupportedError, match="uses another model object"):
         predict_peak(model, closure, vectors(4))
     assert all(p.grad is None for p in model.parameters())
+
+
+def test_a_gpu_that_is_not_there_counts_in_its_blocks() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("predicts for a GPU that is not there, and this machine has one")
+    model = mlp()
+    optimizer = torch.optim.AdamW(model.parameters())
+    predicted = predict_peak(model, loss, vectors(4), optimizer=optimizer, device="cuda")
+    assert predicted.peak % 512 == 0
+    assert predicted.peak > predict_peak(model, loss, vectors(4), optimizer=optimizer).peak
+
+
+def test_losses_of_several_terms_and_of_single_units() -> None:
+    def terms(model: nn.Module, micro: dict[str, torch.Tensor]) -> Any:
+        logits = model(micro["x"])
+        return Loss.terms({"a": (logits.sum(), 1), "b": (logits.square().sum(), 2, 0.5)})
+
+    def units(model: nn.Module, micro: dict[str, torch.Tensor]) -> torch.Tensor:
+        return nn.functional.cross_entropy(model(micro["x"]), micro["y"], reduction="none")
+
+    model = mlp()
+    assert predict_peak(model, terms, vectors(4)).peak > 0
+    assert predict_peak(model, units, vectors(4)).peak > 0
+    with pytest.raises(LossError, match="bare scalar"):
+        predict_peak(model, lambda m, b: m(b["x"]).mean(), vectors(4))

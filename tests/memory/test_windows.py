@@ -16,7 +16,6 @@ import wholebatch as wb
 from tests.memory.models import CASES, loss, mlp, vectors
 from wholebatch.memory.meter import MemoryMeter
 from wholebatch.memory.predict import Prediction, predict_peak
-from wholebatch.tune import NoiseProbe
 
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
 
@@ -89,20 +88,6 @@ def test_one_after_the_other(
     beyond = really(train, model, optimizer, case.batch(size * count)) - predicted(found)
     # Where the step is the peak, the window has let them go.
     assert beyond in (kept, 0), (beyond, kept)
-
-
-def test_a_window_in_which_the_noise_scale_is_measured() -> None:
-    """It takes one norm more, and no memory of gradients."""
-    model = mlp(256)
-    optimizer = sgd(model.parameters())
-    train = wb.WholeBatch(
-        model, optimizer, loss=loss, micro_batch=4, units=lambda micro: len(micro["y"])
-    )
-    NoiseProbe(train, every=1)
-    options: dict[str, Any] = {"optimizer": optimizer, "micro_batches": 3}
-    found = predict_peak(model, loss, vectors(4), **options)
-    beyond = really(train, model, optimizer, vectors(12)) - predicted(found)
-    assert 0 <= beyond <= 12 * 2 + 4 * 4 + 8, "totals, units, the seed; norms"
 
 
 @pytest.fixture

@@ -16,10 +16,6 @@ ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("examples/*.md"), *ROOT.glob("docs/**/*.md")])
 
 
-def tables_of(text: str) -> list[str]:
-    return re.findall(r"(?:^\|.*\|$\n?)+", text, flags=re.MULTILINE)
-
-
 def python_blocks(path: Path) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```", path.read_text(encoding="utf-8"), re.M | re.S)
 

@@ -10,8 +10,6 @@ from types import ModuleType
 
 import pytest
 
-from tests import processes
-
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = [path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")]
@@ -75,14 +73,3 @@ def test_the_site_loads_nothing_from_elsewhere() -> None:
     assert "font: false" in text  # else material asks Google for Roboto
     assert not re.search(r"https?://", text)
     assert not re.search(r"https?://|@import|url\(", (DOCS / "site.css").read_text("utf-8"))
-
-
-def test_examples_of_the_first_page_run(tmp_path: Path) -> None:
-    text = (DOCS / "index.md").read_text(encoding="utf-8")
-    blocks = re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)
-    assert len(blocks) == 1
-    done = processes.run_code("\n".join(blocks), folder=tmp_path)
-    assert done.returncode == 0, done.stderr
-    verdict, step = done.stdout.splitlines()
-    assert verdict.startswith("same update: gradient ")
-    assert step.endswith(" 100.0 13")

@@ -151,14 +151,6 @@ def test_one_setting_alone_is_no_recommendation() -> None:
     assert short.label == "the only one measured"
 
 
-def test_every_size_that_was_asked_for_is_measured() -> None:
-    """However slow: the table of steps and throughput has a row for each."""
-    found = tune(task(), micro_batches=[24, 8, 2, 1], checkpointing=(False,), **QUICK)
-    assert [trial.steps for trial in found.trials] == [1, 3, 12, 24]
-    assert all(trial.reductions == 0 for trial in found.trials)
-    assert found.label == "recommended"
-
-
 def test_out_of_memory_is_a_result() -> None:
     def fails(model: Any, micro: Any) -> wb.Loss:
         if len(micro["x"]) > 6 and not isinstance(micro["x"], torch._subclasses.FakeTensor):
@@ -193,16 +185,6 @@ def test_memory_is_that_of_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert trial["peak"] == pytest.approx(trained, rel=0.01)
 
 
-def test_graph_is_not_recommended_on_a_cpu() -> None:
-    found = tune(
-        task(), micro_batches=[12], executes=("eager", "graph"), checkpointing=(False,), **QUICK
-    )
-    assert found.best.setting.execute == "eager"
-    graph = next(t for t in found.trials if t.setting.execute == "graph")
-    assert not graph.is_measured
-    assert "CUDA" in graph.why
-
-
 def test_loss_that_is_not_finite_is_not_measured() -> None:
     one = {**batch(12), "x": torch.full((12, 32), torch.nan)}
     with pytest.raises(NonFiniteError, match=r"loss of a batch is nan: nothing can be measured"):
@@ -221,27 +203,6 @@ def test_loss_that_is_not_finite_is_not_measured() -> None:
 def test_refusals(options: dict[str, Any], message: str) -> None:
     with pytest.raises(OptionError, match=message):
         tune(task(), **options)
-
-
-def test_range_test() -> None:
-    """Plain SGD on a quadratic diverges above a rate of 2 / curvature."""
-
-    def quadratic() -> tuple[nn.Module, torch.optim.Optimizer]:
-        model = nn.Linear(1, 1, bias=False)
-        nn.init.constant_(model.weight, 1.0)
-        return model, torch.optim.SGD(model.parameters(), lr=0.1)
-
-    def square(model: Any, micro: Any) -> wb.Loss:
-        return wb.Loss(model(micro).square().sum(), len(micro))
-
-    ones = Task(quadratic, square, lambda: torch.ones(4, 1), {"micro_batch": 2})
-    found = range_test(ones, low=0.001, high=100.0)
-    assert found.diverges is not None
-    assert found.diverges > 1.0
-    assert found.lowest < found.diverges
-    assert "try a learning rate of" in found.advice()[0]
-    with pytest.raises(OptionError, match="must be 0 < low < high"):
-        range_test(ones, low=1.0, high=0.1)
 
 
 @pytest.fixture
@@ -298,3 +259,34 @@ def test_command_refuses(
 ) -> None:
     assert command("tune", "mine.py", *arguments) == 2
     assert message in capsys.readouterr().err
+
+
+def test_graph_is_not_recommended_on_a_cpu() -> None:
+    found = tune(
+        task(), micro_batches=[12], executes=("eager", "graph"), checkpointing=(False,), **QUICK
+    )
+    assert found.best.setting.execute == "eager"
+    graph = next(t for t in found.trials if t.setting.execute == "graph")
+    assert not graph.is_measured
+    assert "CUDA" in graph.why
+
+
+def test_range_test() -> None:
+    """Plain SGD on a quadratic diverges above a rate of 2 / curvature."""
+
+    def quadratic() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = nn.Linear(1, 1, bias=False)
+        nn.init.constant_(model.weight, 1.0)
+        return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def square(model: Any, micro: Any) -> wb.Loss:
+        return wb.Loss(model(micro).square().sum(), len(micro))
+
+    ones = Task(quadratic, square, lambda: torch.ones(4, 1), {"micro_batch": 2})
+    found = range_test(ones, low=0.001, high=100.0)
+    assert found.diverges is not None
+    assert found.diverges > 1.0
+    assert found.lowest < found.diverges
+    assert "try a learning rate of" in found.advice()[0]
+    with pytest.raises(OptionError, match="must be 0 < low < high"):
+        range_test(ones, low=1.0, high=0.1)

@@ -1,4 +1,4 @@
-"""Run under torchrun: verify on engines of several ranks, and loops that forget to reduce."""
+"""Run under torchrun: verify on engines of several ranks."""
 
 from __future__ import annotations
 
@@ -15,43 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import wholebatch as wb
-from tests.verification.window_loops import right, total, units
-from wholebatch.verification import verify_loop
 from wholebatch.verification.example_models import loss
-
-
-def all_units(micros: Any) -> float:
-    counted = torch.tensor(float(units(micros)))
-    dist.all_reduce(counted)
-    return float(counted)
-
-
-def right_ddp(model: Any, optimizer: Any, micros: Any) -> None:
-    """DDP averages, so the shares of all units are multiplied by the ranks."""
-    wrapped = DistributedDataParallel(model)
-    scale = dist.get_world_size() / all_units(micros)
-    for micro in micros[:-1]:
-        with wrapped.no_sync():
-            (total(wrapped, micro) * scale).backward()
-    (total(wrapped, micros[-1]) * scale).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def means_of_ranks(model: Any, optimizer: Any, micros: Any) -> None:
-    """What DDP does by itself with uneven ranks."""
-    wrapped = DistributedDataParallel(model)
-    counted = units(micros)
-    for micro in micros[:-1]:
-        with wrapped.no_sync():
-            (total(wrapped, micro) / counted).backward()
-    (total(wrapped, micros[-1]) / counted).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def not_wrapped(model: Any, optimizer: Any, micros: Any) -> None:
-    right(model, optimizer, micros)
 
 
 def in_engine(kind: str, rank: int) -> dict[str, Any]:
@@ -79,27 +43,12 @@ def in_engine(kind: str, rank: int) -> dict[str, Any]:
     return {**verdict.to_dict(), "untouched": untouched and not optimizer.state}
 
 
-LOOPS = {
-    right_ddp: [],
-    means_of_ranks: ["mean-of-means"],
-    not_wrapped: ["unsynchronised-ranks"],
-}
-
-
 def main() -> None:
     dist.init_process_group("gloo")
     rank = dist.get_rank()
-    found: dict[str, Any] = {"engines": {}, "loops": {}}
+    found: dict[str, Any] = {"engines": {}}
     for kind in ("ddp", "fsdp2", "ddp-batchnorm"):
         found["engines"][kind] = in_engine(kind, rank)
-    for loop in LOOPS:
-        verdict = verify_loop(loop, case="lm" if loop in (right_ddp, not_wrapped) else "mlp")
-        found["loops"][loop.__name__] = {
-            "found": list(verdict.mistakes),
-            "same": verdict.same,
-            "wanted": LOOPS[loop],
-            "said": str(verdict),
-        }
     if rank == 0:
         Path(sys.argv[1]).write_text(json.dumps(found), encoding="utf-8")
     dist.destroy_process_group()

@@ -67,26 +67,11 @@ def masked(model: nn.Module, micro: Any) -> wb.Loss:
     return wb.cross_entropy(model(micro["x"].masked_fill(micro["y"] != -100, 0)), micro["y"])
 
 
-WEIGHTS = torch.tensor([1.0, 4.0, 0.2])
-
-
-def weighted_by_samples(model: nn.Module, micro: Any) -> wb.Loss:
-    mean = F.cross_entropy(model(micro["x"]), micro["y"], weight=WEIGHTS)
-    return wb.mean_loss(mean, len(micro["y"]))
-
-
 KINDS: dict[str, Kind] = {
     "dice": (segments, dice, images, {"batchnorm": "freeze"}, ["a loss that does not decompose"]),
     # Exact BatchNorm runs the batch undivided, so that no loss is divided.
     "dice, exact": (segments, dice, images, {}, []),
     "recurrent": (Words, masked, tokens, {}, []),
-    "weighted wrongly": (
-        lambda: network(3),
-        weighted_by_samples,
-        lambda: BATCH,
-        {},
-        ["a loss that does not decompose"],
-    ),
 }
 
 

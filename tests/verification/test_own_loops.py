@@ -29,30 +29,6 @@ def samples(number: int, batch_size: int = 4) -> DataLoader[Any]:
     )
 
 
-@pytest.mark.parametrize("steps", [2, 4, 5, 10])
-@pytest.mark.parametrize("is_inverse", [False, True])
-@pytest.mark.parametrize("style", ["in the loss", "after", "shares"])
-def test_a_weight_that_is_the_number_of_steps(steps: int, is_inverse: bool, style: str) -> None:
-    """The loss's own weight is k or 1 / k, where k micro-batches are a window."""
-    weight = 1 / steps if is_inverse else float(steps)
-
-    def loop() -> None:
-        model = nn.Linear(6, 3)
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        for _ in range(3):
-            for _ in range(steps):
-                loss = weight * F.mse_loss(model(torch.randn(4, 6)), torch.randn(4, 3))
-                by = {"in the loss": 1 / steps, "after": 1.0, "shares": 4 / (4 * steps)}[style]
-                (loss / steps if style == "in the loss" else loss * by).backward()
-            for parameter in model.parameters():
-                if style == "after" and parameter.grad is not None:
-                    parameter.grad /= steps
-            optimizer.step()
-            optimizer.zero_grad()
-
-    assert watched(loop).same
-
-
 def _stream(
     clear_first: bool = False, epochs: int = 2, number: int = 72, weight: float = 1.0
 ) -> Callable[[], None]:
@@ -87,22 +63,6 @@ def test_a_tail_that_is_dropped_or_leaks_has_one_name(loop: Any, said: str) -> N
     assert "also step at the end of the data" in str(verdict)
 
 
-def test_batches_that_are_taken_and_never_trained_on_are_dropped() -> None:
-    def loop() -> None:
-        model = nn.Linear(6, 3)
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        batches = iter(samples(72))
-        while len(window := [b for _, b in zip(range(4), batches, strict=False)]) == 4:
-            for x, y in window:
-                (F.cross_entropy(model(x), y) / 4).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-    verdict = watched(loop)
-    assert verdict.mistakes == ("no-update",)
-    assert "2 batches at the end of the data without one" in verdict.line
-
-
 class _Recurrent(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -111,31 +71,6 @@ class _Recurrent(nn.Module):
     def forward(self, x: Tensor, carry: Tensor) -> tuple[Tensor, Tensor]:
         state = self.cell(x, carry)
         return self.head(state), torch.where(state > 0, state, carry).detach()
-
-
-@pytest.mark.parametrize("flows", [False, True])
-@pytest.mark.parametrize("holder", ["variable", "list", "attribute"])
-def test_data_that_flows_between_micro_batches(flows: bool, holder: str) -> None:
-    def loop() -> None:
-        model = _Recurrent()
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        held: Any = [torch.zeros(4, 8)]
-        for _ in range(2):
-            for x, y in samples(16):
-                carry = (
-                    model.state if holder == "attribute" and hasattr(model, "state") else held[-1]
-                )
-                out, new = model(x, carry if flows else torch.zeros(4, 8))
-                (F.cross_entropy(out, y) / 4).backward()
-                held.append(new)
-                if holder == "attribute":
-                    object.__setattr__(model, "state", new)
-            optimizer.step()
-            optimizer.zero_grad()
-
-    verdict = watched(loop)
-    assert found_in(verdict) == ("not judged" if flows else "right"), str(verdict)
-    assert flows == ("an output of one micro-batch is an input of a later one" in verdict.line)
 
 
 def test_data_that_flows_through_windows_of_wholebatch_is_no_construction() -> None:

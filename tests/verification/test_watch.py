@@ -37,44 +37,6 @@ def watched(loop: Any, model: nn.Module, *, case: str = "mlp", even: bool = Fals
     return watch.verdict
 
 
-@pytest.mark.parametrize(
-    ("in_loss", "after", "found"),
-    [
-        (lambda n: n, lambda n: 1, "right"),
-        (lambda n: 1, lambda n: n, "right"),
-        (lambda n: 2, lambda n: n / 2, "right"),
-        (lambda n: 2, lambda n: 1, "nominal-count"),
-        (lambda n: 1, lambda n: 2, "nominal-count"),
-    ],
-)
-def test_longer_windows_after_a_right_one(in_loss: Any, after: Any, found: str) -> None:
-    model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 5))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with quiet(), wb.watch(model, optimizer) as watch:
-        for count in (2, 4, 6):
-            for _ in range(count):
-                x, y = torch.randn(4, 6), torch.randint(0, 5, (4,))
-                (F.cross_entropy(model(x), y) / in_loss(count)).backward()
-            for parameter in model.parameters():
-                assert parameter.grad is not None
-                parameter.grad /= after(count)
-            optimizer.step()
-            optimizer.zero_grad()
-    assert found_in(watch.verdict) == found, watch.verdict
-
-
-def test_steps_of_a_divided_loss_have_one_cause() -> None:
-    def loop(model: Any, optimizer: Any, micros: Any) -> None:
-        for micro in micros:
-            (F.cross_entropy(model(micro["x"]), micro["y"]) / 8).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-    verdict = watched(loop, ZOO["mlp"].model(), even=True)
-    assert verdict.mistakes == ("stepped-every-micro-batch",)
-    assert "(or:" not in verdict.line
-
-
 def test_gradients_of_every_sample_beside_the_loop() -> None:
     """Per-sample gradients for a log are no backward of the loop, and do not end the watch."""
     model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 5))

@@ -55,21 +55,6 @@ def sums(model: Any, optimizer: Any, micros: Any) -> None:
     optimizer.zero_grad()
 
 
-def nominal(model: Any, optimizer: Any, micros: Any) -> None:
-    counted = units(micros)
-    for micro in micros:
-        (total(model, micro) / counted * len(micros) / 4).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def never_cleared(model: Any, optimizer: Any, micros: Any) -> None:
-    counted = units(micros)
-    for micro in micros:
-        (total(model, micro) / counted).backward()
-    optimizer.step()
-
-
 def steps_of_four(model: Any, optimizer: Any, micros: Any) -> None:
     """Steps at every fourth micro-batch, so a short window has no step."""
     for place, micro in enumerate(micros, start=1):

@@ -61,9 +61,9 @@ def gradient_digests(
 def _digest(gradient: Tensor, parameter: Tensor) -> Tensor:
     if gradient.layout is not torch.strided:
         gradient = gradient.to_dense()
+    gradient = gradient.resolve_conj().resolve_neg()
     if gradient.is_complex():
         gradient, parameter = torch.view_as_real(gradient), torch.view_as_real(parameter)
-    gradient = gradient.resolve_conj().resolve_neg()
     if gradient.dtype in SIXTEEN_BIT:
         gradient = gradient.float()
     flat, weights = gradient.reshape(-1), parameter.reshape(-1).to(gradient.dtype)

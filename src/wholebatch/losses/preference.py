@@ -14,6 +14,7 @@ def sequence_logprobs(logits: Tensor, labels: Tensor, *, ignore_index: int = -10
 
     The logits of place t are those of label t + 1, as Hugging Face models give them.
 
+    >>> import torch
     >>> sequence_logprobs(torch.zeros(1, 3, 4), torch.tensor([[-100, 1, 2]]))
     tensor([-2.7726])
 
