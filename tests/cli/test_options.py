@@ -122,8 +122,11 @@ def test_every_option_of_train_is_a_field_and_none_is_filled_in() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["trian"], "no such command: trian (see wholebatch --help)"),
-        (["train", "--batch-sise", "4"], "no such option: --batch-sise (see --help)"),
+        (["trian"], "no such command: trian (did you mean train?)"),
+        (
+            ["train", "--batch-sise", "4"],
+            "no such option: --batch-sise (did you mean --batch-size?)",
+        ),
         (["train", "--steps", "3"], "--steps 3: must be updates and steps from update 0 on"),
         (["train", "--steps", "0:2,5"], "--steps 0:2,5: must be"),
         (["train", "--steps", "0:2"], "--steps 0:2: also give --micro-batch"),

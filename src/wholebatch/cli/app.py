@@ -7,6 +7,7 @@ import re
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
 
@@ -37,7 +38,9 @@ COMMANDS = {name: about for group in GROUPS.values() for name, about in group.it
 def load(name: str) -> Callable[[Sequence[str]], int]:
     """Return the command of this name."""
     if name not in COMMANDS:
-        raise OptionError(f"no such command: {name} (see wholebatch --help)")
+        close = get_close_matches(name, COMMANDS, n=1)
+        meant = f"did you mean {close[0]}?" if close else "see wholebatch --help"
+        raise OptionError(f"no such command: {name} ({meant})")
     command: Callable[[Sequence[str]], int] = getattr(
         import_module(f"wholebatch.cli.{name}_command"), name
     )

@@ -21,6 +21,7 @@ import shutil
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
+from difflib import get_close_matches
 from pathlib import Path
 from types import NoneType
 from typing import Any, NoReturn, TypeAlias, get_args, get_origin, get_type_hints
@@ -141,7 +142,9 @@ class Command:
         typed, unknown = self.parser().parse_known_intermixed_args([*own])
         if unknown:
             what = "no such option: " if unknown[0].startswith("-") else "unexpected argument: "
-            raise OptionError(f"{what}{unknown[0]} (see --help)")
+            close = get_close_matches(unknown[0], map(flag_of, self.shown), n=1)
+            meant = f"did you mean {close[0]}?" if close else "see --help"
+            raise OptionError(f"{what}{unknown[0]} ({meant})")
         values = {name: text for name, text in vars(typed).items() if text not in (None, [])}
         return rest | {
             name: _converted(by_name[name], text, _kind(by_name[name], kinds)[0])
