@@ -6,6 +6,7 @@ Without a process group it is the undivided batch. On ranks each takes another n
 from __future__ import annotations
 
 import copy
+import random
 from collections.abc import Callable, Iterable
 from functools import partial
 from tempfile import mkdtemp
@@ -166,7 +167,9 @@ def by_trainer(micro_batch: int, *, kind: str) -> nn.Module:
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     batches = -(-runs.SAMPLES // (micro_batch * ranks))  # Accelerate repeats samples in the last
     if kind == "SFTTrainer":
-        trainer: Any = runs.sft(exact, batches)
+        words = random.Random(3)
+        rows: list[Any] = [{"text": runs.text(words, 2, 12)} for _ in range(runs.SAMPLES)]
+        trainer: Any = runs.built("SFT", exact, batches, rows, runs.IN_ORDER)
     else:
         draw = torch.Generator().manual_seed(0)
         tokens = torch.randint(runs.WORDS, (runs.SAMPLES, 6), generator=draw).tolist()

@@ -53,8 +53,8 @@ _READS_VALUES = ("data-dependent", "data dependent", "Tensor.item()")
 _TORCH, _HERE = (str(Path(file).parent) for file in (torch.__file__, __file__))
 _LIBRARY = Path(logging.__file__).parents[1]
 _PYTHON = tuple(f"{_LIBRARY}/{name}{end}" for name in sys.stdlib_module_names for end in "./")
-_ONE_AT_A_TIME = threading.RLock()
-"""A capture replaces parts of Dynamo."""
+ONE_AT_A_TIME = threading.RLock()
+"""A capture replaces parts of Dynamo, and `make_fx` parts of torch, for the whole process."""
 
 
 class _Captured(Exception):
@@ -203,7 +203,7 @@ class Capture:
         )
         try:
             with (
-                _ONE_AT_A_TIME,
+                ONE_AT_A_TIME,
                 _disable_current_modes(),  # A mode that watches operations would stop it.
                 dynamo_settings(is_compiling=is_compiling),
                 can_follow_more(),

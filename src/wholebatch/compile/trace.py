@@ -20,7 +20,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from wholebatch.compile.capture import Program
+from wholebatch.compile.capture import ONE_AT_A_TIME, Program
 from wholebatch.compile.constant_values import draws
 from wholebatch.compile.execute_mode import CannotTrace, reason_of
 from wholebatch.compile.fusion import base_of, collection_paused, drop_unused, written_by
@@ -356,7 +356,7 @@ def _written_down(step: _MicroStep, flat: list[Any]) -> fx.GraphModule:
             return step(*flat)
 
     try:
-        with enable_python_dispatcher(), torch.no_grad():
+        with ONE_AT_A_TIME, enable_python_dispatcher(), torch.no_grad():
             graph = make_fx(
                 watched,
                 tracing_mode="fake",
