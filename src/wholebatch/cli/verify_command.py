@@ -159,7 +159,7 @@ def _shown_parts(doing: Spinner) -> Iterator[None]:
 
 def _target_of(words: list[str]) -> tuple[str, str | None]:
     """Return the kind and the name of `[model|loop|script] WHAT`; else the file tells the kind."""
-    word, *rest = words or [None]
+    word, rest = (words[0] if words else None), words[1:]
     if word not in _KINDS and not rest:
         return _kind_of(word), word
     if word not in _KINDS or len(rest) > 1 or not (rest or word == "model"):
