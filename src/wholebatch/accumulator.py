@@ -155,9 +155,8 @@ class Accumulator(Member):
         self.epoch = 0
         self.last_step: Step | None = None
         self._announced: UnitsCount | None = None  # of the windows, if they are announced
-        self._size: int | None = self._steps.at(
-            update=0, epoch=0
-        )  # of the window; None to ask again
+        # The micro-batches of the window; None to ask the schedule again.
+        self._size: int | None = schedule.at(update=0, epoch=0)
         self._closes = False  # True if the micro-batch under way closes the window
         self._window_gone = False  # True if the item's window was flushed or discarded in it
 

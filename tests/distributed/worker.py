@@ -9,35 +9,11 @@ import faulthandler
 import json
 import sys
 import warnings
+from importlib import import_module
 from typing import Any
 
 import torch
 import torch.distributed as dist
-
-from tests.distributed import (
-    agree,
-    behaviour,
-    coupled,
-    exact,
-    gathered,
-    moe,
-    pipeline,
-    tensor_parallel,
-)
-
-MODULES: dict[str, Any] = {
-    module.__name__.rpartition(".")[2]: module
-    for module in (
-        agree,
-        behaviour,
-        coupled,
-        exact,
-        gathered,
-        moe,
-        pipeline,
-        tensor_parallel,
-    )
-}
 
 
 def main() -> None:
@@ -45,7 +21,7 @@ def main() -> None:
     warnings.simplefilter("ignore")
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
-    report = {name: MODULES[name].report() for name in sys.argv[2:]}
+    report = {name: import_module(f"tests.distributed.{name}").report() for name in sys.argv[2:]}
     everyones: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyones, report)
     if dist.get_rank() == 0:

@@ -60,7 +60,7 @@ class SampleRun:
 
 
 class Rounding(NamedTuple):
-    """What may be rounding in sums, and not a wrong loss."""
+    """How far sums may be apart by rounding alone; a wrong loss is further off."""
 
     relative: float
     """Relative to the size of what is summed."""
@@ -87,7 +87,7 @@ class Rounding(NamedTuple):
 
     @property
     def finer(self) -> float:
-        """What may be rounding between two runs of the same samples."""
+        """How far two runs of the same samples may be apart by rounding, relative to the total."""
         return self.relative / (1e3 if self.relative < 1e-2 else 50)
 
     def near(self, whole: float, parts: Sequence[float], units: float) -> bool:

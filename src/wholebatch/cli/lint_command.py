@@ -58,10 +58,6 @@ def lint(options: LintOptions) -> int:
         lines = [f"{rule.code} {rule.name}: {rule.summary}" for rule in RULES]
         print("\n".join(_wrapped(line, indent="      ") for line in lines))
         return CLEAN
-    return _lint(options)
-
-
-def _lint(options: LintOptions) -> int:
     settings = Settings(codes(options.select), codes(options.ignore), tuple(options.exclude))
     paths = options.paths or ["."]
     for path in paths:

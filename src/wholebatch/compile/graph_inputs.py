@@ -20,7 +20,7 @@ from wholebatch.compile.execute_mode import CannotTrace
 
 @dataclass(frozen=True)
 class TensorPart:
-    """What must agree for two tensors to run in one graph."""
+    """A tensor of a micro-batch: where two of these are equal, one graph runs both tensors."""
 
     name: str
     shape: torch.Size
@@ -31,7 +31,7 @@ class TensorPart:
 
     @property
     def pattern(self) -> Hashable:
-        """What tensors have in common that may share a graph of open sizes."""
+        """The part without sizes: where it is equal, a graph whose sizes are open may run both."""
         return self.name, len(self.shape), self.has_gaps, self.dtype, self.device
 
 

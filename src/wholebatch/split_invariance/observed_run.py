@@ -50,7 +50,7 @@ class Observed:
     steps: int = 0
     clips: int = 0
     verdict: str = ""
-    """What a watch has found wrong."""
+    """The line of `wb.watch` about a wrong update; empty if it was not asked, or is right."""
 
     @property
     def judged(self) -> Tensors:

@@ -233,7 +233,7 @@ class Reader:
         return symbol if value is None else ast.copy_location(symbol, value)
 
     def _if(self, stmt: ast.If, rest: Sequence[ast.stmt]) -> None:
-        """Read both branches; the rest of the block belongs to that which does not leave it."""
+        """Read both branches, each followed by the rest of the block unless it leaves the block."""
         test = self.evaluate(stmt.test)
         before, path = self._env, self._path
         ends: list[Env] = []
